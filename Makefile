@@ -1,0 +1,48 @@
+# Needs only python3 (3.11 or newer) and make; every target does its own set-up.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint aot
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/'
+
+setup: $(VENV)/.installed  ## create .venv from requirements.lock
+
+# A working .venv is kept; a missing or half-made one is made anew.
+$(VENV)/.installed: requirements.lock pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "k3jax needs Python 3.11 or newer; $(PYTHON) was not found (set PYTHON=...)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "k3jax needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1) (set PYTHON=...)"; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "installing requirements.lock (about 1 GB)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+# The TPU compiler, for `make aot` only.
+$(VENV)/.installed-aot: $(VENV)/.installed
+	@$(PY) -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[aot]'
+	@touch $@
+
+# Large XLA temporaries are returned to the system and faulted in again at every step unless glibc is told to keep them.
+KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=30000000000 GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+
+demo: setup  ## train a tiny K3 on this Python's standard library, then complete prompts with it
+	$(KEEP_MEMORY) JAX_PLATFORMS=cpu $(PY) train.py --config configs/train/tiny_cpu.yaml
+	JAX_PLATFORMS=cpu $(PY) serve.py --config configs/serve/tiny_cpu.yaml --checkpoint runs/demo \
+		--input examples/prompts.jsonl --output runs/demo/completions.jsonl
+
+test: setup  ## the CPU test suite
+	$(PY) -m pytest
+
+lint: setup  ## formatting, style, import rules, types
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(VENV)/bin/lint-imports
+	$(PY) -m mypy
+
+aot: $(VENV)/.installed-aot  ## compile for TPU topologies, without a TPU
+	$(PY) -m pytest -n 0 -m aot -s

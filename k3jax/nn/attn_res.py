@@ -1,0 +1,74 @@
+"""Block Attention Residuals: every sub-layer reads a learned mix over depth (spec text-model 2.2).
+
+The residual state of a token is a bank of snapshots (sealed sums of earlier blocks of layers) and the live sum of the
+current block. A mix is a softmax over these sources: keys are RMS-normalised, values are raw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from k3jax.nn.norm import rms_normalise
+from k3jax.nn.param import cast, constant, island
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What flows through depth: `snapshots` [N, B, T, D] (the first `count` are sealed) and the live sum [B, T, D].
+
+    `has_live` is False exactly between a seal and the next layer's mixer, when the live sum is empty (zero). The
+    loop stack passes Python values for `count` and `has_live`, the scan passes traced ones.
+    """
+
+    snapshots: Float[Array, "N B T D"]
+    count: int | Int[Array, ""]
+    live: Float[Array, "B T D"]
+    has_live: bool | Bool[Array, ""]
+
+    @classmethod
+    def start(cls, x: Float[Array, "B T D"], num_snapshots: int) -> Residual:
+        """The state before layer 0: an empty bank and the token embedding as the live sum."""
+        return cls(jnp.zeros((num_snapshots, *x.shape), x.dtype), 0, x, True)
+
+    def seal(self) -> Residual:
+        """Move the live sum into the bank. A mix right after it sees the same sources as one right before it."""
+        snapshots = self.snapshots.at[self.count].set(self.live)
+        return Residual(snapshots, self.count + 1, jnp.zeros_like(self.live), False)
+
+    def add(self, y: Float[Array, "B T D"]) -> Residual:
+        """Add a sub-layer's output to the live sum, rounding to the compute dtype as the released model does."""
+        return Residual(self.snapshots, self.count, self.live + y, True)
+
+
+class Mix(nnx.Module):
+    """One read: softmax_j(query . RMSNorm(source_j) * norm) over the sources, applied to the raw sources."""
+
+    def __init__(self, width: int, *, eps: float, dtype: Any):
+        self.norm = constant(1.0, (width,), ("embed",), dtype=dtype)
+        self.query = constant(0.0, (width,), ("embed",), dtype=dtype)  # zero: a uniform average at the start
+        self.eps = eps
+
+    def __call__(self, residual: Residual) -> Float[Array, "B T D"]:
+        snapshots, live = residual.snapshots, residual.live
+        wide = island(live.dtype)
+        if isinstance(residual.count, int):
+            snapshots = snapshots[: residual.count]
+        query = cast(self.query, wide) * cast(self.norm, wide)
+        scores = jnp.concatenate([self._scores(snapshots, query), self._scores(live[None], query)])
+        weights = jax.nn.softmax(jnp.where(self._present(residual, len(snapshots)), scores, -jnp.inf), axis=0)
+        mixed = jnp.einsum("nbt,nbtd->btd", weights[:-1], snapshots.astype(wide), precision=jax.lax.Precision.HIGHEST)
+        return (mixed + weights[-1, ..., None] * live.astype(wide)).astype(live.dtype)
+
+    def _scores(self, sources: Float[Array, "N B T D"], query: Float[Array, "D"]) -> Float[Array, "N B T"]:
+        return rms_normalise(sources, eps=self.eps) @ query
+
+    @staticmethod
+    def _present(residual: Residual, num_snapshots: int) -> Bool[Array, "N+1 1 1"]:
+        sealed = jnp.arange(num_snapshots) < residual.count
+        return jnp.append(sealed, residual.has_live)[:, None, None]

@@ -1,0 +1,30 @@
+"""SiTU-GLU feed-forward network: dense layers and the shared expert (spec text-model 2.5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from k3jax.config import ModelConfig
+from k3jax.nn.param import normal, project
+from pallas_kernels.situ import situ_glu
+
+
+class FFN(nnx.Module):
+    """down(SiTU(gate x, up x)) of inner width `mlp_width`."""
+
+    def __init__(self, config: ModelConfig, mlp_width: int, key: PRNGKeyArray, *, dtype: Any):
+        keys = jax.random.split(key, 3)
+        d, f = config.width, mlp_width
+        self.gate = normal(keys[0], (d, f), ("embed", "mlp"), std=d**-0.5, dtype=dtype)
+        self.up = normal(keys[1], (d, f), ("embed", "mlp"), std=d**-0.5, dtype=dtype)
+        self.down = normal(keys[2], (f, d), ("mlp", "embed"), std=f**-0.5, dtype=dtype)
+        self.beta, self.linear_beta = config.situ_beta, config.situ_linear_beta
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        gate, up = project("btd,df->btf", x, self.gate), project("btd,df->btf", x, self.up)
+        hidden = situ_glu(gate, up, beta=self.beta, linear_beta=self.linear_beta)
+        return project("btf,fd->btd", hidden, self.down)

@@ -1,0 +1,52 @@
+"""One decoder layer: two Attention Residuals reads around a token mixer (KDA or MLA) and a channel mixer (FFN or MoE)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from k3jax.config import ModelConfig
+from k3jax.nn.attn_res import Mix, Residual
+from k3jax.nn.ffn import FFN
+from k3jax.nn.kda import KDA
+from k3jax.nn.mla import MLA
+from k3jax.nn.moe import LatentMoE
+from k3jax.nn.norm import RMSNorm
+
+
+class Layer(nnx.Module):
+    """A layer of one kind: `"kda_dense"`, `"kda_moe"`, `"mla_dense"` or `"mla_moe"`."""
+
+    def __init__(self, config: ModelConfig, kind: str, key: PRNGKeyArray, *, dtype: Any):
+        mixer_key, ffn_key = jax.random.split(key)
+        width, eps = config.width, config.norm_eps
+        self.mixer_mix = Mix(width, eps=eps, dtype=dtype)
+        self.mixer_norm = RMSNorm(width, eps=eps, dtype=dtype)
+        self.mixer = (KDA if kind.startswith("kda") else MLA)(config, mixer_key, dtype=dtype)
+        self.ffn_mix = Mix(width, eps=eps, dtype=dtype)
+        self.ffn_norm = RMSNorm(width, eps=eps, dtype=dtype)
+        if kind.endswith("moe"):
+            self.ffn = LatentMoE(config, ffn_key, dtype=dtype)
+        else:
+            self.ffn = FFN(config, config.dense_width, ffn_key, dtype=dtype)
+
+    def __call__(
+        self,
+        residual: Residual,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: Any = None,
+        length: Int[Array, "B"] | None = None,
+    ) -> tuple[Residual, Any, Int[Array, "B T k"] | None]:
+        """Returns the residual after the layer, the mixer's new cache and the chosen experts (None without MoE)."""
+        x = self.mixer_norm(self.mixer_mix(residual))
+        y, cache = self.mixer(x, segment_ids=segment_ids, cache=cache, length=length)
+        residual = residual.add(y)
+        x = self.ffn_norm(self.ffn_mix(residual))
+        if isinstance(self.ffn, FFN):
+            return residual.add(self.ffn(x)), cache, None
+        y, experts = self.ffn(x, valid=None if segment_ids is None else segment_ids >= 0)
+        return residual.add(y), cache, experts

@@ -1,0 +1,91 @@
+"""Stable LatentMoE: sigmoid router on the full width, experts in a latent space, one shared expert (text-model 2.6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from k3jax.config import ModelConfig
+from k3jax.nn.ffn import FFN
+from k3jax.nn.norm import RMSNorm
+from k3jax.nn.param import RouterBias, cast, island, normal, project
+from pallas_kernels.grouped_matmul import expert_ffn
+from pallas_kernels.grouped_matmul.routing import combine_rows, gather_rows, sort_by_expert
+
+
+class Router(nnx.Module):
+    """Chooses top_k experts by score plus correction bias; the weights come from the unbiased scores."""
+
+    def __init__(self, config: ModelConfig, key: PRNGKeyArray, *, dtype: Any):
+        c = config.moe
+        self.weight = normal(
+            key, (config.width, c.num_experts), ("embed", "experts"), std=config.width**-0.5, dtype=dtype
+        )
+        self.bias = RouterBias(jnp.zeros(c.num_experts, jnp.float32), axes=("experts",))
+        self.top_k, self.scaling_factor = c.top_k, c.scaling_factor
+
+    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
+        """Expert ids and weights (float32, sum `scaling_factor`) of each token; bf16 scores would flip choices."""
+        wide = island(x.dtype)
+        scores = jax.nn.sigmoid(project("btd,de->bte", x.astype(wide), self.weight))
+        choice = jax.lax.stop_gradient(scores) + cast(self.bias, wide)
+        experts = jax.lax.top_k(choice, self.top_k)[1].astype(jnp.int32)
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+        return experts, self.scaling_factor * weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+
+
+class LatentMoE(nnx.Module):
+    """up(RMSNorm(sum_e weight_e expert_e(down x))) + shared(x)."""
+
+    def __init__(self, config: ModelConfig, key: PRNGKeyArray, *, dtype: Any):
+        c, d = config.moe, config.width
+        e, l, f = c.num_experts, c.latent_width, c.expert_width
+        keys = jax.random.split(key, 7)
+        self.router = Router(config, keys[0], dtype=dtype)
+        self.down = normal(keys[1], (d, l), ("embed", "latent"), std=d**-0.5, dtype=dtype)
+        self.w1 = normal(keys[2], (e, l, f), ("experts", "latent", "expert_mlp"), std=l**-0.5, dtype=dtype)
+        self.w3 = normal(keys[3], (e, l, f), ("experts", "latent", "expert_mlp"), std=l**-0.5, dtype=dtype)
+        self.w2 = normal(keys[4], (e, f, l), ("experts", "expert_mlp", "latent"), std=f**-0.5, dtype=dtype)
+        self.norm = RMSNorm(l, eps=config.norm_eps, axis="latent", dtype=dtype)
+        self.up = normal(keys[5], (l, d), ("latent", "embed"), std=l**-0.5, dtype=dtype)
+        self.shared = FFN(config, c.shared_width, keys[6], dtype=dtype)
+        self.beta, self.linear_beta = config.situ_beta, config.situ_linear_beta
+
+    def __call__(
+        self, x: Float[Array, "B T D"], *, valid: Bool[Array, "B T"] | None = None
+    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
+        """Returns the output and the chosen expert ids; tokens that are not `valid` take no expert's time."""
+        experts, weights = self.router(x)
+        latent = project("btd,dl->btl", x, self.down)
+        mixed = self.norm(self._routed(latent, experts, weights, valid))
+        return project("btl,ld->btd", mixed, self.up) + self.shared(x), experts
+
+    def _routed(
+        self,
+        latent: Float[Array, "B T L"],
+        experts: Int[Array, "B T k"],
+        weights: Float[Array, "B T k"],
+        valid: Bool[Array, "B T"] | None,
+    ) -> Float[Array, "B T L"]:
+        flat, top_k = latent.reshape(-1, latent.shape[-1]), experts.shape[-1]
+        routing = sort_by_expert(
+            experts.reshape(-1, top_k), self.router.weight.shape[-1], None if valid is None else valid.reshape(-1)
+        )
+        rows = expert_ffn(
+            gather_rows(flat, routing, top_k),
+            *(self._expert_weight(w, latent.dtype) for w in (self.w1, self.w3, self.w2)),
+            routing.group_sizes,
+            beta=self.beta,
+            linear_beta=self.linear_beta,
+        )
+        return combine_rows(rows, routing, weights.reshape(-1, top_k)).reshape(latent.shape).astype(latent.dtype)
+
+    @staticmethod
+    def _expert_weight(weight: nnx.Variable, dtype: Any) -> Any:
+        """A float weight in the compute dtype; an MXFP4 leaf stays as it is."""
+        value = weight.get_value()
+        return value.astype(dtype) if isinstance(value, jax.Array) else value

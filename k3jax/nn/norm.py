@@ -1,0 +1,29 @@
+"""RMS normalisation with a direct weight (spec text-model 2.0)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from k3jax.nn.param import cast, constant, island
+
+
+def rms_normalise(x: Float[Array, "*b D"], *, eps: float) -> Float[Array, "*b D"]:
+    """x over its root mean square along the last dim, computed and returned in a float32 island."""
+    x = x.astype(island(x.dtype))
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+class RMSNorm(nnx.Module):
+    """weight * round(x / rms(x)): the normalised value is rounded to the compute dtype before the weight (K3's order)."""
+
+    def __init__(self, width: int, *, eps: float, axis: str = "embed", dtype: Any):
+        self.weight = constant(1.0, (width,), (axis,), dtype=dtype)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        return cast(self.weight, x.dtype) * rms_normalise(x, eps=self.eps).astype(x.dtype)

@@ -1,0 +1,99 @@
+"""Weights as leaves of the model's pytree, and the split of a model into what is trained and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, PRNGKeyArray
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+class Param(nnx.Param):
+    """A weight. `axes` names the logical axis of each dim of the unstacked weight; stacking only prepends dims."""
+
+
+class RouterBias(nnx.Variable):
+    """The router's correction bias: chosen by balancing, never by gradients, so not a `Param`."""
+
+
+def normal(key: PRNGKeyArray, shape: tuple[int, ...], axes: tuple[str, ...], *, std: float, dtype: Any) -> Param:
+    """A weight of `shape` from a normal distribution of standard deviation `std`, cut at three deviations."""
+    return Param((jax.random.truncated_normal(key, -3.0, 3.0, shape, jnp.float32) * std).astype(dtype), axes=axes)
+
+
+def constant(value: float, shape: tuple[int, ...], axes: tuple[str, ...], *, dtype: Any) -> Param:
+    """A weight of `shape` filled with `value`."""
+    return Param(jnp.full(shape, value, dtype), axes=axes)
+
+
+def cast(variable: nnx.Variable, dtype: Any) -> Float[Array, "..."]:
+    """The variable's array in the compute dtype."""
+    return variable.get_value().astype(dtype)
+
+
+def is_variable(node: Any) -> bool:
+    """Whether a pytree node is a Flax variable; the `is_leaf` of every walk over a model."""
+    return isinstance(node, nnx.Variable)
+
+
+def is_trainable(variable: nnx.Variable) -> bool:
+    """Whether a gradient exists for it: a `Param` that holds one floating-point array (not an MXFP4 leaf)."""
+    value = variable.get_value()
+    return isinstance(variable, Param) and jnp.issubdtype(getattr(value, "dtype", jnp.uint8), jnp.floating)
+
+
+def select(model: Model, keep: Callable[[nnx.Variable], bool]) -> Model:
+    """A tree shaped like `model` whose variables hold None unless `keep(variable)`."""
+    return jax.tree.map(lambda v: v if keep(v) else v.replace(None), model, is_leaf=is_variable)
+
+
+def split_model(model: Model) -> tuple[Model, Model, Model]:
+    """Split into (trainable Params, router biases, everything else), each shaped like the model with None elsewhere."""
+    return (
+        select(model, is_trainable),
+        select(model, lambda v: isinstance(v, RouterBias)),
+        select(model, lambda v: not is_trainable(v) and not isinstance(v, RouterBias)),
+    )
+
+
+def merge_model(*parts: Model) -> Model:
+    """Undo `split_model`: for each variable take the one part that holds a value."""
+
+    def first(*variables: nnx.Variable) -> nnx.Variable:
+        return next((v for v in variables if v.get_value() is not None), variables[0])
+
+    return jax.tree.map(first, *parts, is_leaf=is_variable)
+
+
+def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
+    """`jax.value_and_grad` for the model in the first argument.
+
+    The returned function gives (value, gradients); the gradients are shaped like the model and hold None for whatever
+    is not a floating-point `Param`.
+    """
+
+    def wrapped(model: Model, *args: Any, **kwargs: Any) -> tuple[Any, Model]:
+        params, *rest = split_model(model)
+
+        def of_params(params: Model) -> Any:
+            return fn(merge_model(params, *rest), *args, **kwargs)
+
+        return jax.value_and_grad(of_params, has_aux=has_aux)(params)
+
+    return wrapped
+
+
+def island(dtype: Any) -> jnp.dtype:
+    """The dtype of a float32 island inside a computation of `dtype`: float32, or float64 in float64 tests."""
+    return jnp.promote_types(jnp.float32, dtype)
+
+
+def project(spec: str, x: Float[Array, "..."], weight: nnx.Variable) -> Float[Array, "..."]:
+    """Contract `x` with a weight cast to x's dtype; float32 is computed in full float32 on every backend."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype.itemsize >= 4 else None
+    return jnp.einsum(spec, x, cast(weight, x.dtype), precision=precision)

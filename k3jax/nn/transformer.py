@@ -1,0 +1,98 @@
+"""The whole K3 text model: embedding, layers, output mix, final norm, head (spec text-model 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from k3jax.config import ModelConfig
+from k3jax.nn import generate
+from k3jax.nn.attn_res import Mix
+from k3jax.nn.cache import Cache
+from k3jax.nn.layer import Layer
+from k3jax.nn.norm import RMSNorm
+from k3jax.nn.param import cast, island, normal
+from k3jax.nn.plan import Depth, StackPlan
+from k3jax.nn.stack import StackInput, Trace, run_loop, run_scan
+
+
+@dataclass(frozen=True)
+class Output:
+    """A forward pass: the normed hidden state before the head, the new cache, and the trace where asked for."""
+
+    hidden: Float[Array, "B T D"]
+    cache: Cache | None
+    trace: Trace | None
+
+
+class Transformer(nnx.Module):
+    """Kimi K3. `stacks[kind]` holds all layers of a kind, stacked in depth order; how they run is `stack` and `remat`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        key: PRNGKeyArray,
+        *,
+        param_dtype: Any = "float32",
+        stack: str = "scan",
+        remat: str = "layer",
+    ):
+        self.config, self.stack, self.remat = config, stack, remat
+        dtype, (embed_key, head_key, *keys) = jnp.dtype(param_dtype), jax.random.split(key, 6)
+        shape, d = (config.vocab_size, config.width), config.width
+        self.embed = normal(embed_key, shape, ("vocab", "embed"), std=config.init_std, dtype=dtype)
+        self.stacks = nnx.Dict(
+            {
+                kind: jax.vmap(lambda k, kind=kind: Layer(config, kind, k, dtype=dtype))(jax.random.split(key, len(layers)))
+                for key, (kind, layers) in zip(keys, Depth(config).layers_of.items(), strict=False)
+            }
+        )
+        self.out_mix = Mix(d, eps=config.norm_eps, dtype=dtype)
+        self.final_norm = RMSNorm(d, eps=config.norm_eps, dtype=dtype)
+        self.lm_head = normal(head_key, (d, shape[0]), ("embed", "vocab"), std=config.init_std, dtype=dtype)
+
+    def __call__(self, tokens: Int[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
+        """Logits in float32; tokens see earlier tokens of their own segment (-1 is padding)."""
+        return _logits(self, jnp.asarray(tokens), segment_ids)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: Cache | None = None,
+        collect: bool = False,
+    ) -> Output:
+        """Run all layers. With a cache the tokens continue its sequences, where segment id 0 is a token, -1 padding."""
+        x = cast(self.embed, jnp.dtype(self.config.dtype))[tokens]
+        inputs = StackInput(self.config, segment_ids, cache, self.remat == "layer" and cache is None, collect)
+        plan = StackPlan.of(self.config) if self.stack == "scan" else None
+        out = run_scan(self.stacks, x, inputs, plan) if plan else run_loop(self.stacks, x, inputs)
+        return Output(self.final_norm(self.out_mix(out.residual)), out.cache, out.trace)
+
+    def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+        """The head, accumulated and returned in float32."""
+        wide = island(hidden.dtype)
+        precision = jax.lax.Precision.HIGHEST if hidden.dtype.itemsize >= 4 else None
+        return jnp.matmul(hidden, cast(self.lm_head, hidden.dtype), precision=precision, preferred_element_type=wide)
+
+    def generate(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        key: PRNGKeyArray | None = None,
+    ) -> Int[Array, "B N"]:
+        """Continue each row by `max_new_tokens` tokens: greedy, or sampled where `temperature` > 0 (needs `key`)."""
+        return generate.generate(self, tokens, max_new_tokens=max_new_tokens, temperature=temperature, key=key)
+
+
+@jax.jit
+def _logits(model: Transformer, tokens: Array, segment_ids: Array | None) -> Array:
+    return model.logits(model.hidden(tokens, segment_ids=segment_ids).hidden)

@@ -1,0 +1,1 @@
+"""Number formats of weights and activations; the arrays and kernels themselves live in `pallas_kernels.mx`."""

@@ -1,0 +1,1 @@
+"""Batch inference: requests in, completions out, over a fixed number of slots."""

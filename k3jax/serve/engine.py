@@ -1,0 +1,118 @@
+"""The device side of serving: one pool of slots and two compiled programs, a prefill chunk and a decode step.
+
+Slot = row of the pool `Cache` (KDA recurrent and conv state, MLA latent). Both programs take the pool donated and
+return it, so it exists once. Token ids in, token ids out; who asked for them is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from k3jax.nn.cache import Cache
+from k3jax.nn.generate import extend
+from k3jax.nn.transformer import Transformer
+from k3jax.serve.sampler import Sampled, Sampling, SamplingRows, sample
+
+
+class Engine:
+    """`slots` sequences of up to `max_context` tokens, decoded together.
+
+    Both programs are compiled here, before the first request; `report` is told what is being compiled. The prompt is
+    read `prefill_chunk` tokens at a time.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        slots: int,
+        max_context: int,
+        prefill_chunk: int,
+        max_top_logprobs: int,
+        report: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.slots, self.max_context, self.prefill_chunk = slots, max_context, prefill_chunk
+        self.vocab_size = model.config.vocab_size
+        self.max_top_logprobs = max_top_logprobs
+        self._model = model
+        self._cache = Cache.zeros(model.config, batch=slots, max_len=max_context)
+        self._samplings = [Sampling(temperature=0.0)] * slots
+        self._rows: SamplingRows | None = None
+        report(f"compiling prefill [1, {prefill_chunk}]")
+        self._prefill = self._compile(_prefill, *self._prefill_arguments(0, [0], Sampling(), fresh=True))
+        report(f"compiling decode [{slots}, 1]")
+        self._decode = self._compile(_decode, *self._decode_arguments(np.zeros(slots, np.int32), np.zeros(slots, bool)))
+
+    def prefill(self, slot: int, tokens: Sequence[int], sampling: Sampling, *, fresh: bool, logprobs: bool) -> Sampled:
+        """Feed 1..prefill_chunk `tokens` to `slot`, emptied first if `fresh`; row 0 is the token sampled after them.
+
+        `logprobs` false leaves the arrays of log-probabilities on the device. Raises IndexError for a slot that does
+        not exist.
+        """
+        arguments = self._prefill_arguments(slot, tokens, sampling, fresh=fresh)
+        if self._samplings[slot] != sampling:
+            self._samplings[slot], self._rows = sampling, None
+        self._cache, sampled = self._prefill(self._model, self._cache, *arguments)
+        return _to_host(sampled, logprobs)
+
+    def decode(self, tokens: Int[np.ndarray, "S"], active: Bool[np.ndarray, "S"], *, logprobs: bool) -> Sampled:
+        """Feed `tokens[i]` to every active slot i; row i of the result is what follows. Other slots stay unchanged."""
+        self._cache, sampled = self._decode(self._model, self._cache, *self._decode_arguments(tokens, active))
+        return _to_host(sampled, logprobs)
+
+    def _compile(self, program: Callable, *arguments: object) -> Callable:
+        jitted = jax.jit(partial(program, top=self.max_top_logprobs), donate_argnums=1)
+        return jitted.lower(self._model, self._cache, *arguments).compile()
+
+    def _prefill_arguments(self, slot: int, tokens: Sequence[int], sampling: Sampling, *, fresh: bool) -> tuple:
+        if not 0 <= slot < self.slots:  # a dynamic index would be clipped to another request's slot
+            raise IndexError(f"slot {slot} of {self.slots}")
+        padded = np.zeros((1, self.prefill_chunk), np.int32)
+        padded[0, : len(tokens)] = tokens
+        return np.int32(slot), np.bool_(fresh), padded, np.asarray([len(tokens)], np.int32), SamplingRows.of([sampling])
+
+    def _decode_arguments(self, tokens: np.ndarray, active: np.ndarray) -> tuple:
+        if self._rows is None:
+            self._rows = SamplingRows.of(self._samplings)
+        return tokens[:, None], active.astype(np.int32), self._rows
+
+
+def _prefill(
+    model: Transformer,
+    pool: Cache,
+    slot: Int[Array, ""],
+    fresh: Bool[Array, ""],
+    tokens: Int[Array, "1 C"],
+    num_valid: Int[Array, "1"],
+    rows: SamplingRows,
+    *,
+    top: int,
+) -> tuple[Cache, Sampled]:
+    """Extend one slot. A fresh slot starts from zeros, not only from length 0: a NaN left behind would spread."""
+    row = jax.tree.map(lambda leaf: jnp.where(fresh, jnp.zeros_like(leaf), leaf), pool.row(slot))
+    logits, row = extend(model, tokens, row, num_valid)
+    return pool.with_row(slot, row), sample(logits, rows, row.length, top=top)
+
+
+def _decode(
+    model: Transformer,
+    pool: Cache,
+    tokens: Int[Array, "S 1"],
+    num_valid: Int[Array, "S"],
+    rows: SamplingRows,
+    *,
+    top: int,
+) -> tuple[Cache, Sampled]:
+    logits, pool = extend(model, tokens, pool, num_valid)
+    return pool, sample(logits, rows, pool.length, top=top)
+
+
+def _to_host(sampled: Sampled, logprobs: bool) -> Sampled:
+    return jax.device_get(sampled if logprobs else dataclasses.replace(sampled, logprobs=None))

@@ -1,0 +1,148 @@
+"""The output file of a batch: one JSON line per request, appended whole, readable again after any interruption.
+
+A record is OpenAI's: `id`, `custom_id`, `response` and `error`, where `error` is null exactly for a completed request.
+A refused request has both: `response` with status 400 and OpenAI's error body, and the same code and message in
+`error`. A line that names no request (not JSON, no custom_id, a custom_id that an earlier line has) has `response` null
+and its line number in `error`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any, Self
+
+from k3jax.config import ConfigError
+from k3jax.serve.answer import Answer
+from k3jax.serve.request import RequestError
+
+PREFIX = b'{"id": "batch_req_'  # how every line of an output file begins
+
+
+def completed(answer: Answer, *, model: str) -> dict[str, Any]:
+    """The record of a completed request."""
+    request = answer.request
+    choice = {
+        "index": 0,
+        "text": answer.text,
+        "logprobs": answer.logprobs_body(),
+        "finish_reason": answer.finish,
+    }
+    body = {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": len(request.prompt),
+            "completion_tokens": answer.num_tokens,
+            "total_tokens": len(request.prompt) + answer.num_tokens,
+        },
+        "seed": request.sampling.seed,  # also where the request named none, so that any answer can be repeated
+    }
+    return _record(request.key, response=_response(200, body), error=None)
+
+
+def refused(custom_id: str, error: RequestError, *, status: int = 400) -> dict[str, Any]:
+    """The record of a request that cannot be served as it is written."""
+    kind = "invalid_request_error" if status == 400 else "server_error"
+    body = {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    return _record(custom_id, response=_response(status, body), error={"code": error.code, "message": str(error)})
+
+
+def unusable(number: int, custom_id: str | None, error: RequestError) -> dict[str, Any]:
+    """The record of input line `number`, which names no request of its own."""
+    message = f"line {number}: {error}"
+    return _record(custom_id, response=None, error={"code": error.code, "message": message, "line": number})
+
+
+def _record(custom_id: str | None, *, response: Any, error: Any) -> dict[str, Any]:
+    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
+
+
+def _response(status: int, body: dict[str, Any]) -> dict[str, Any]:
+    return {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
+
+
+class OutputFile:
+    """Appends records. `done_ids` and `done_lines` are what an earlier run left in it; a torn last line is dropped.
+
+    Use as a context manager. Raises `ConfigError` for a path that cannot be written, that another process writes, or
+    that holds anything but a batch's results, which is then left untouched.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._created = path, not path.exists()
+        self.done_ids: set[str] = set()
+        self.done_lines: set[int] = set()
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise ConfigError(f"--output {path}: cannot be written ({error.strerror})") from error
+        try:
+            self._lock()
+            self._resume()
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record and hand it to the operating system."""
+        data = json.dumps(record).encode() + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            raise ConfigError(f"--output {self.path}: cannot be written ({error.strerror}); a rerun resumes") from error
+
+    def close(self) -> None:
+        """Put everything on disk; a file that this object created and that got no record is removed."""
+        empty = os.fstat(self._file).st_size == 0
+        os.fsync(self._file)
+        os.close(self._file)
+        if self._created and empty:
+            self.path.unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"--output {self.path}: another process is writing it") from error
+
+    def _resume(self) -> None:
+        whole = 0
+        with open(self.path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n"):
+                    self._check(line[: len(PREFIX)] == PREFIX[: len(line)], number)
+                    break
+                self._read(line, number)
+                whole += len(line)
+        os.ftruncate(self._file, whole)
+
+    def _read(self, line: bytes, number: int) -> None:
+        try:
+            record = json.loads(line) if line.startswith(PREFIX) else {}
+        except ValueError:
+            record = {}
+        self._check(record.keys() >= {"custom_id", "error"}, number)
+        error = record["error"] or {}
+        if "line" in error:
+            self.done_lines.add(error["line"])
+        else:
+            self.done_ids.add(record["custom_id"])
+
+    def _check(self, ours: bool, number: int) -> None:
+        if not ours:
+            raise ConfigError(f"--output {self.path} line {number}: not the result of a batch; name another file")

@@ -1,0 +1,1 @@
+"""Training: the optimizer, the compiled step, and the loop around it."""

@@ -1,0 +1,98 @@
+"""The state of a run and the one compiled step that advances it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from k3jax.config import TrainRun
+from k3jax.data import Batch
+from k3jax.nn.loss import batch_loss
+from k3jax.nn.param import merge_model, split_model, value_and_grad
+from k3jax.train.optimizer import Optimizer
+
+Metrics = dict[str, Float[Array, ""]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything a step changes; `params` and `router_bias` are model-shaped, float32.
+
+    The sixth part of a run's state, `data_position`, is the data iterator's JSON; it lives on the host and is saved in
+    the same checkpoint.
+    """
+
+    step: Int[Array, ""]  # updates done
+    params: nnx.Module
+    opt_state: Any
+    router_bias: nnx.Module
+
+
+def init_state(model: nnx.Module, optimizer: Optimizer) -> TrainState:
+    """The state at step 0."""
+    params, router_bias, _ = split_model(model)
+    return TrainState(
+        step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params), router_bias=router_bias
+    )
+
+
+def model_of(state: TrainState, rest: nnx.Module) -> nnx.Module:
+    """The model that a state describes; `rest` is the third part of `split_model`."""
+    return merge_model(state.params, state.router_bias, rest)
+
+
+def make_train_step(
+    run: TrainRun, optimizer: Optimizer, rest: nnx.Module
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """`train_step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
+
+    A batch of `run.accumulate` micro-batches gives the gradient of their common mean: nats summed over all of them,
+    divided by all their tokens. Metrics: `loss` (nats a token), `grad_norm` (before clipping), `lr`, `tokens`.
+    """
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        (nats, tokens), grads = accumulated_gradient(model_of(state, rest), batch, run)
+        count = jnp.maximum(tokens, 1.0)
+        grads = jax.tree.map(lambda grad: grad / count, grads)
+        params, opt_state, grad_norm = optimizer.update(grads, state.opt_state, state.params)
+        router_bias = state.router_bias  # router balance: the next step's bias from this step's scores goes here
+        metrics = {"loss": nats / count, "grad_norm": grad_norm, "lr": optimizer.schedule(state.step), "tokens": tokens}
+        state = TrainState(step=state.step + 1, params=params, opt_state=opt_state, router_bias=router_bias)
+        return state, metrics
+
+    return train_step
+
+
+def accumulated_gradient(model: nnx.Module, batch: Batch, run: TrainRun) -> tuple[tuple[Any, Any], nnx.Module]:
+    """((summed nats, tokens), gradient of the summed nats), over `run.accumulate` micro-batches one at a time."""
+    gradient = value_and_grad(_summed_loss, has_aux=True)
+    if run.accumulate == 1:
+        return gradient(model, batch, run.loss_chunk)
+    micro = jax.tree.map(lambda rows: rows.reshape(run.accumulate, -1, *rows.shape[1:]), batch)
+    first = jax.tree.map(lambda rows: rows[0], micro)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: gradient(model, first, run.loss_chunk)))
+
+    def add(total: Any, rows: Batch) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, gradient(model, rows, run.loss_chunk)), None
+
+    return jax.lax.scan(add, zeros, micro)[0]
+
+
+def make_eval_step(run: TrainRun, rest: nnx.Module) -> Callable[[TrainState, Batch], tuple[Any, Any]]:
+    """`eval_step(state, batch) -> (summed nats, tokens)`, to be jitted."""
+
+    def eval_step(state: TrainState, batch: Batch) -> tuple[Any, Any]:
+        return _summed_loss(model_of(state, rest), batch, run.loss_chunk)
+
+    return eval_step
+
+
+def _summed_loss(model: nnx.Module, batch: Batch, chunk: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    return batch_loss(model, batch.tokens, batch.targets, batch.segment_ids, batch.loss_mask, chunk=chunk)

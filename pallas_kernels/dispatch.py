@@ -1,0 +1,39 @@
+"""Which body of a kernel runs: by request or by platform, said once in the log, never a silent fallback."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+ALIASES = {"chunked": "xla"}
+NAMES = ("reference", "xla", "tpu", "gpu")
+BY_PLATFORM = {"cpu": "xla", "gpu": "xla", "cuda": "xla", "rocm": "xla", "tpu": "xla"}
+
+_log = logging.getLogger("pallas_kernels")
+_announced: set[tuple[str, str]] = set()
+
+
+def resolve(
+    op: str,
+    implementation: str | None,
+    bodies: Mapping[str, Callable[..., Any]],
+    *,
+    by_platform: Mapping[str, str] = BY_PLATFORM,
+) -> Callable[..., Any]:
+    """Return the body of `op` to run and log the choice once at INFO.
+
+    `implementation` is one of `NAMES`, an alias in `ALIASES`, or None: then `by_platform[jax.default_backend()]`.
+    Raises ValueError for an unknown name and NotImplementedError for a body that `op` does not have.
+    """
+    platform = jax.default_backend()
+    name = by_platform.get(platform, "xla") if implementation is None else ALIASES.get(implementation, implementation)
+    if name not in NAMES:
+        valid = ", ".join((*NAMES, *ALIASES))
+        raise ValueError(f"{op}: implementation={implementation!r} is unknown; use None or one of {valid}")
+    if name not in bodies:
+        raise NotImplementedError(f"{op}: there is no {name!r} body; use one of {', '.join(bodies)}")
+    if (op, name) not in _announced:
+        _announced.add((op, name))
+        _log.info("%s runs its %r body on %s (implementation=%r)", op, name, platform, implementation)
+    return bodies[name]

@@ -1,0 +1,96 @@
+"""Grouped matmul: rows sorted by expert times each expert's own weights, and the whole expert MLP on top of it.
+
+Bodies: "reference" (every expert times every row), "xla" (`ragged_dot`; the default on accelerators) and "blocked"
+(padded blocks; portable, the default on a CPU).
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.dispatch import resolve
+from pallas_kernels.grouped_matmul import blocked, reference, xla
+from pallas_kernels.grouped_matmul.common import Experts, input_output_widths
+from pallas_kernels.grouped_matmul.routing import Routing, combine_rows, gather_rows, sort_by_expert
+
+__all__ = ["Routing", "combine_rows", "expert_ffn", "gather_rows", "grouped_matmul", "sort_by_expert"]
+
+Implementation = Literal["reference", "xla", "blocked"]
+
+
+def grouped_matmul(
+    rows: Float[Array, "M K"],
+    experts: Experts,
+    group_sizes: Int32[Array, " E"],
+    *,
+    implementation: Implementation | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "M N"]:
+    """Multiply the rows of group e, `rows` [M, K] being sorted by group, by expert e: [M, N] in rows' dtype.
+
+    `experts` is [E, K, N] floats, cast to rows' dtype, or an MXFP4Array of logical shape [E, N, K], which has no
+    gradient; products accumulate in float32. Rows past sum(group_sizes) give 0 and may hold NaN, which reaches no
+    gradient.
+    Raises ValueError if widths or numbers of experts disagree.
+    """
+    _check("grouped_matmul", rows, group_sizes, {"experts": experts})
+    return _body("grouped_matmul", implementation)(rows, experts, group_sizes, precision=precision)
+
+
+def expert_ffn(
+    rows: Float[Array, "M L"],
+    w1: Experts,
+    w3: Experts,
+    w2: Experts,
+    group_sizes: Int32[Array, " E"],
+    *,
+    beta: float,
+    linear_beta: float,
+    row_weights: Float[Array, " M"] | None = None,
+    activations: Literal["bf16", "mxfp8"] = "bf16",
+    implementation: Implementation | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "M L"]:
+    """Run each row through its expert's MLP, w2(situ(w1 row, w3 row)) * row_weight: [M, L] in rows' dtype.
+
+    `w1` and `w3` are [E, L, F] and `w2` [E, F, L] floats, or MXFP4Arrays of logical shapes [E, F, L] and [E, L, F].
+    `row_weights` [M], the router's weights, multiply the output in float32. `activations` "bf16" computes in rows' own
+    dtype; "mxfp8" rounds to MXFP8 (e4m3, "ceil" scales, straight-through gradient) what the two matmul stages read: the
+    rows before w1 and w3, and the hidden after SiTU before w2. Rows past the last group: as in `grouped_matmul`.
+    """
+    _check("expert_ffn", rows, group_sizes, {"w1": w1, "w3": w3})
+    width, hidden = input_output_widths(w1)
+    if input_output_widths(w3) != (width, hidden) or input_output_widths(w2) != (hidden, width):
+        widths = {name: input_output_widths(w) for name, w in (("w1", w1), ("w3", w3), ("w2", w2))}
+        raise ValueError(f"expert_ffn: (input, output) widths {widths} do not form one MLP")
+    if activations not in ("bf16", "mxfp8"):
+        raise ValueError(f"expert_ffn: activations={activations!r} is unknown; use 'bf16' or 'mxfp8'")
+    return _body("expert_ffn", implementation)(
+        rows,
+        w1,
+        w3,
+        w2,
+        group_sizes,
+        row_weights,
+        beta=beta,
+        linear_beta=linear_beta,
+        quantize_activations=activations == "mxfp8",
+        precision=precision,
+    )
+
+
+def _body(op: str, implementation: Implementation | None) -> Callable[..., Any]:
+    if implementation == "blocked" or (implementation is None and jax.default_backend() == "cpu"):
+        return getattr(blocked, op)  # `resolve` knows only the names that every kernel shares
+    return resolve(op, implementation, {"reference": getattr(reference, op), "xla": getattr(xla, op)})
+
+
+def _check(op: str, rows: Array, group_sizes: Array, experts: dict[str, Experts]) -> None:
+    for name, weights in experts.items():
+        width, _ = input_output_widths(weights)
+        if rows.shape[1] != width:
+            raise ValueError(f"{op}: rows are {rows.shape[1]} wide but {name} reads {width}")
+        if group_sizes.shape[0] != weights.shape[0]:
+            raise ValueError(f"{op}: {group_sizes.shape[0]} group sizes for {weights.shape[0]} experts of {name}")

@@ -1,0 +1,107 @@
+"""Kimi Delta Attention: a gated delta rule with a decay for every key channel.
+
+Per head, with state S [K, V] (Kimi Linear, arXiv:2510.26692; the bounded gate is K3's):
+    g_t = lower_bound * sigmoid(exp(a_log) * (gate_t + dt_bias))
+    S'  = diag(exp(g_t)) S_{t-1};  e_t = v_t - S'^T k_t;  S_t = S' + k_t (beta_t e_t)^T;  o_t = S_t^T q_t
+with q = scale * l2(q), k = l2(k).
+"""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int
+
+from pallas_kernels.dispatch import resolve
+from pallas_kernels.kda import reference, xla
+from pallas_kernels.kda.inputs import Parameters, compute_dtype, segments_of
+
+__all__ = ["kda", "kda_decode"]
+
+
+def kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    gate: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    *,
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    lower_bound: float,
+    scale: float | None = None,
+    initial_state: Float[Array, "B H K V"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """Run KDA over whole sequences; returns the outputs in v's dtype and the float32 state after the last token.
+
+    `gate` is raw; `beta` has been through its sigmoid; q and k are L2-normalised here (eps 1e-6 on the sum); `scale`
+    multiplies q, K**-0.5 by default. `segment_ids`: non-decreasing, a new id starts from a zero state, -1 is padding
+    (no update, output 0, its contents ignored); `initial_state` feeds the first segment only.
+    Raises ValueError on shapes that do not fit, NotImplementedError for a body that does not exist.
+    """
+    batch, length, heads, width = _check_rank("q", q, 4)
+    _check_shapes(
+        {"k": (k, q.shape), "gate": (gate, q.shape), "beta": (beta, q.shape[:3]), "v": (v, (*q.shape[:3], v.shape[-1]))}
+    )
+    state_shape = (batch, heads, width, v.shape[-1])
+    parameters = _parameters(a_log, dt_bias, lower_bound, scale, heads, width)
+    if initial_state is None:
+        initial_state = jnp.zeros(state_shape, compute_dtype(q))
+    _check_shapes({"initial_state": (initial_state, state_shape)})
+    segments = None
+    if segment_ids is not None:
+        _check_shapes({"segment_ids": (segment_ids, (batch, length))})
+        segments = segments_of(segment_ids)
+    body = resolve("kda", implementation, {"reference": reference.forward, "xla": xla.forward})
+    return body(q, k, v, gate, beta, initial_state, parameters, segments)
+
+
+def kda_decode(
+    q: Float[Array, "B H K"],
+    k: Float[Array, "B H K"],
+    v: Float[Array, "B H V"],
+    gate: Float[Array, "B H K"],
+    beta: Float[Array, "B H"],
+    state: Float[Array, "B H K V"],
+    *,
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    lower_bound: float,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
+    """Advance every sequence by one token; arguments, dtypes and errors as in `kda`, without the T axis."""
+    batch, heads, width = _check_rank("q", q, 3)
+    _check_shapes(
+        {
+            "k": (k, q.shape),
+            "gate": (gate, q.shape),
+            "beta": (beta, q.shape[:2]),
+            "v": (v, (*q.shape[:2], v.shape[-1])),
+            "state": (state, (batch, heads, width, v.shape[-1])),
+        }
+    )
+    parameters = _parameters(a_log, dt_bias, lower_bound, scale, heads, width)
+    # One token leaves nothing to do in chunks: both bodies are the same step.
+    body = resolve("kda_decode", implementation, {"reference": reference.step, "xla": reference.step})
+    state, output = body(state.astype(compute_dtype(state)), q, k, v, gate, beta, parameters)
+    return output.astype(v.dtype), state
+
+
+def _parameters(a_log: Array, dt_bias: Array, lower_bound: float, scale: float | None, heads: int, width: int) -> Parameters:
+    _check_shapes({"a_log": (a_log, (heads,)), "dt_bias": (dt_bias, (heads, width))})
+    if lower_bound >= 0:
+        raise ValueError(f"lower_bound={lower_bound} must be negative: it is the lowest log decay of one token")
+    return Parameters(a_log, dt_bias, lower_bound, width**-0.5 if scale is None else scale)
+
+
+def _check_rank(name: str, x: Array, rank: int) -> tuple[int, ...]:
+    if x.ndim != rank:
+        raise ValueError(f"{name} has shape {x.shape}: {x.ndim} axes where {rank} are needed")
+    return x.shape
+
+
+def _check_shapes(arguments: dict[str, tuple[Array, tuple[int, ...]]]) -> None:
+    for name, (x, shape) in arguments.items():
+        if x.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape}; q and v ask for {shape}")

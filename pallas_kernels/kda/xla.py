@@ -1,0 +1,313 @@
+"""KDA in chunks (WY form) in plain XLA: the inside of all chunks at once, and one scan for the state.
+
+With G the running sum of the log decays inside a chunk, K and Q normalised and Q scaled:
+    L = strict_lower(beta_i sum_c k_ic k_jc exp(G_ic - G_jc));  T = (I + L)^-1 diag(beta)
+    R = T V - T (exp(G) * K) S;   O = (exp(G) * Q) S + lower(sum_c q_ic k_jc exp(G_ic - G_jc)) R
+    S' = exp(G_end) * S + (exp(G_end - G) * K)^T R
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from pallas_kernels.kda.inputs import Parameters, Segments, compute_dtype, l2_normalise, log_decay
+
+STRIP = 32  # rows that share one middle row as the reference of their exponents
+BLOCK = 16  # rows of the triangular inverse that are solved by substitution
+LARGEST_EXPONENT = 80.0  # exp of it and of its negative are normal float32 numbers
+
+
+class Tokens(NamedTuple):
+    """The inputs cut into N strips of C = 32 rows."""
+
+    q: Float[Array, "N B H C K"]
+    k: Float[Array, "N B H C K"]
+    v: Float[Array, "N B H C V"]
+    gate: Float[Array, "N B H C K"]
+    beta: Float[Array, "N B H C"]
+
+
+class Rows(NamedTuple):
+    """Padding and documents of all strips; `before` is the document that the incoming state belongs to."""
+
+    valid: Bool[Array, "N B 1 C"]
+    document: Int[Array, "N B 1 C"]
+    before: Int[Array, "N B 1 1"]
+
+
+class Chunks(NamedTuple):
+    """All that a run of C rows does to a state: R = update - read S;  O = query S + scores R;  S' = decay * S + write^T R."""
+
+    read: Float[Array, "N B H C K"]
+    update: Float[Array, "N B H C V"]
+    write: Float[Array, "N B H C K"]
+    decay: Float[Array, "N B H K"]
+    query: Float[Array, "N B H C K"]
+    scores: Float[Array, "N B H C C"]
+
+
+def _dot(a: Array, b: Array) -> Array:
+    # TF32 or bf16 passes would undo the care taken below.
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _t(x: Array) -> Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Triangular inverse
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _substitute(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
+    """(I + lower)^-1 of small blocks, row by row: X_i = e_i - lower_i X."""
+    n = lower.shape[-1]
+    rows = jnp.moveaxis(lower, -2, 0)
+
+    def row(i, x):
+        return x.at[i].add(-jnp.einsum("...j,j...k->...k", rows[i], x, precision=jax.lax.Precision.HIGHEST))
+
+    eye = jnp.eye(n, dtype=lower.dtype).reshape(n, *(1,) * (lower.ndim - 2), n)
+    return jnp.moveaxis(jax.lax.fori_loop(1, n, row, jnp.broadcast_to(eye, rows.shape)), 0, -2)
+
+
+def _inverse(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
+    n = lower.shape[-1]
+    if n <= BLOCK:
+        return _substitute(lower)
+    h = n // 2
+    first, second = _inverse(jnp.stack([lower[..., :h, :h], lower[..., h:, h:]]))
+    corner = -_dot(_dot(second, lower[..., h:, :h]), first)
+    top = jnp.concatenate([first, jnp.zeros_like(corner)], -1)
+    return jnp.concatenate([top, jnp.concatenate([corner, second], -1)], -2)
+
+
+@jax.custom_vjp
+def unit_lower_inverse(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
+    """(I + lower)^-1 for strictly lower triangular matrices, stable where powers of `lower` would cancel."""
+    return _inverse(lower)
+
+
+def _unit_lower_inverse_fwd(lower):
+    x = _inverse(lower)
+    return x, x
+
+
+def _unit_lower_inverse_bwd(x, dx):
+    return (jnp.tril(-_dot(_dot(_t(x), dx), _t(x)), -1),)
+
+
+unit_lower_inverse.defvjp(_unit_lower_inverse_fwd, _unit_lower_inverse_bwd)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inside a chunk
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _signed_sums(n: int, dtype) -> np.ndarray:
+    """[n, n] matrix M with (M g)_i = G_i - G_middle, every difference summed directly so that nothing large cancels."""
+    i, t, middle = np.arange(n)[:, None], np.arange(n)[None], n // 2
+    return ((t > middle) & (t <= i)).astype(dtype) - ((t > i) & (t <= middle)).astype(dtype)
+
+
+def _prepare(bounds, rows: Rows | None, tokens: Tokens, a_log: Float[Array, "H"], dt_bias: Float[Array, "H K"]):
+    """Normalised q and k, v, log decays and beta in the compute dtype, with padding made harmless."""
+    dtype = compute_dtype(tokens.q)
+    q, k, v, gate, beta = (x.astype(dtype) for x in tokens)
+    lower_bound, scale = bounds
+    if rows is not None:
+        q, k, v, gate = (jnp.where(rows.valid[..., None], x, 0) for x in (q, k, v, gate))
+        beta = jnp.where(rows.valid, beta, 0)
+    g = log_decay(gate, a_log.astype(dtype)[:, None, None], dt_bias.astype(dtype)[:, None], lower_bound)
+    if rows is not None:
+        g = jnp.where(rows.valid[..., None], g, 0)
+    return l2_normalise(q) * scale, l2_normalise(k), v, g, beta
+
+
+def _intra(bounds, rows: Rows | None, tokens: Tokens, a_log: Float[Array, "H"], dt_bias: Float[Array, "H K"]) -> Chunks:
+    """The WY form of every strip."""
+    q, k, v, g, beta = _prepare(bounds, rows, tokens, a_log, dt_bias)
+    n = g.shape[-2]
+    centred = _dot(jnp.broadcast_to(_signed_sums(n, g.dtype), (*g.shape[:-1], n)), g)
+    up, down = jnp.exp(centred), jnp.exp(-centred)
+    to_middle = jnp.exp(g[..., :1, :] - centred[..., :1, :])  # exp(G_middle)
+    to_end = up[..., -1:, :]
+    k_up, k_down, q_up = k * up, k * down, q * up
+    # Above the diagonal the products may overflow; they are selected away, and their cotangents are exact zeros.
+    strict = np.tri(n, k=-1, dtype=bool)
+    if rows is not None:
+        strict = strict & (rows.document[..., :, None] == rows.document[..., None, :])
+    lower = beta[..., None] * jnp.where(strict, _dot(k_up, _t(k_down)), 0)
+    solve = unit_lower_inverse(lower) * beta[..., None, :]
+    # The diagonal apart: its two exponentials cancel exactly, and so do its parts of the gate's gradient, but only on
+    # paper; in floating point small elements of k would be flushed to zero on the way.
+    diagonal = jnp.eye(n, dtype=q.dtype) * jnp.sum(q * k, axis=-1)[..., None]
+    scores = jnp.where(strict, _dot(q_up, _t(k_down)), diagonal)
+    read, query, write = k_up * to_middle, q_up * to_middle, k_down * to_end
+    decay = (to_middle * to_end)[..., 0, :]
+    if rows is not None:
+        read, query, write, decay = _cut_documents(rows, read, query, write, decay)
+    return Chunks(_dot(solve, read), _dot(solve, v), write, decay, query, scores)
+
+
+def _cut_documents(rows: Rows, read: Array, query: Array, write: Array, decay: Array) -> tuple[Array, ...]:
+    """Only rows of the incoming document see the incoming state; only rows of the last document leave anything."""
+    after = rows.document[..., -1:]
+    first, last = (rows.document == rows.before)[..., None], (rows.document == after)[..., None]
+    return (
+        jnp.where(first, read, 0),
+        jnp.where(first, query, 0),
+        jnp.where(last, write, 0),
+        jnp.where(after == rows.before, decay, 0),
+    )
+
+
+def _pair(chunks: Chunks) -> Chunks:
+    """Every two neighbours as one chunk of twice the rows: the second reads the state that the first leaves."""
+    a, b = (jax.tree.map(lambda x: x[first::2], chunks) for first in (0, 1))
+    decay = a.decay[..., None, :]
+    through = _dot(b.read, _t(a.write))
+    corner = _dot(b.query, _t(a.write))
+
+    def rows(first, second):
+        return jnp.concatenate([first, second], axis=-2)
+
+    return Chunks(
+        read=rows(a.read, b.read * decay - _dot(through, a.read)),
+        update=rows(a.update, b.update - _dot(through, a.update)),
+        write=rows(a.write * b.decay[..., None, :], b.write),
+        decay=a.decay * b.decay,
+        query=rows(a.query, b.query * decay),
+        scores=rows(
+            jnp.concatenate([a.scores, jnp.zeros_like(corner)], axis=-1),
+            jnp.concatenate([corner, b.scores], axis=-1),
+        ),
+    )
+
+
+def _chunks(static, rows: Rows | None, tokens: Tokens, a_log: Array, dt_bias: Array) -> Chunks:
+    bounds, doublings = static
+    chunks = _intra(bounds, rows, tokens, a_log, dt_bias)
+    for _ in range(doublings):
+        chunks = _pair(chunks)
+    return chunks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From chunk to chunk
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Saved(NamedTuple):
+    """What the forward pass leaves to the backward pass besides its inputs."""
+
+    before: Float[Array, "N B H K V"]  # the state that every chunk starts from
+    residual: Float[Array, "N B H C V"]  # R of the module's docstring
+
+
+def _run(chunks: Chunks, initial: Float[Array, "B H K V"]) -> tuple[Array, Array, Saved]:
+    """Outputs, the last state, and what the backward pass needs."""
+
+    def chunk(state, inputs):
+        read, update, write, decay = inputs
+        residual = update - _dot(read, state)
+        return decay[..., None] * state + _dot(_t(write), residual), (state, residual)
+
+    final, saved = jax.lax.scan(chunk, initial, (chunks.read, chunks.update, chunks.write, chunks.decay))
+    before, residual = saved
+    return _dot(chunks.query, before) + _dot(chunks.scores, residual), final, Saved(before, residual)
+
+
+def _run_bwd(chunks: Chunks, saved: Saved, doutput: Array, dfinal: Array) -> tuple[Chunks, Array]:
+    """The transpose of `_run`: a reversed scan for the states' cotangents, the rest for all chunks at once."""
+    before, residual = saved
+
+    def chunk(dstate, inputs):
+        read, write, decay, dbefore, dresidual = inputs
+        dresidual += _dot(write, dstate)
+        return dbefore + decay[..., None] * dstate - _dot(_t(read), dresidual), (dstate, dresidual)
+
+    direct = _dot(_t(chunks.query), doutput), _dot(_t(chunks.scores), doutput)
+    xs = (chunks.read, chunks.write, chunks.decay, *direct)
+    dinitial, (dafter, dresidual) = jax.lax.scan(chunk, dfinal, xs, reverse=True)
+    dchunks = Chunks(
+        read=-_dot(dresidual, _t(before)),
+        update=dresidual,
+        write=_dot(residual, _t(dafter)),
+        decay=jnp.sum(before * dafter, -1),
+        query=_dot(doutput, _t(before)),
+        scores=_dot(doutput, _t(residual)),
+    )
+    return dchunks, dinitial
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(static, inputs, initial, rows):
+    """Outputs [N, B, H, C, V] and the last state; differentiation keeps the inputs, the states and R, nothing else."""
+    return _run(_chunks(static, rows, *inputs), initial)[:2]
+
+
+def _chunked_fwd(static, inputs, initial, rows):
+    output, final, saved = _run(_chunks(static, rows, *inputs), initial)
+    return (output, final), (inputs, rows, saved)
+
+
+def _chunked_bwd(static, residuals, cotangents):
+    inputs, rows, saved = residuals
+    chunks, pull = jax.vjp(partial(_chunks, static, rows), *inputs)
+    dchunks, dinitial = _run_bwd(chunks, saved, *cotangents)
+    return pull(dchunks), dinitial, None
+
+
+_chunked.defvjp(_chunked_fwd, _chunked_bwd)
+
+
+def forward(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    gate: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    initial_state: Float[Array, "B H K V"],
+    parameters: Parameters,
+    segments: Segments | None,
+    *,
+    chunk: int = 32,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """As `reference.forward`, `chunk` tokens at a time: 32 times a power of two."""
+    a_log, dt_bias, lower_bound, scale = parameters
+    if -lower_bound * STRIP / 2 > LARGEST_EXPONENT:
+        lowest = -2 * LARGEST_EXPONENT / STRIP
+        raise NotImplementedError(f"kda's xla body needs lower_bound >= {lowest}, not {lower_bound}: use 'reference'")
+    batch, length = q.shape[:2]
+    padding = -length % chunk
+    if padding and segments is None:
+        segments = Segments(jnp.ones((batch, length), bool), jnp.zeros((batch, length), jnp.int32))
+    tokens = Tokens(*(_cut(x, padding) for x in (q, k, v, gate, beta)))
+    rows = None if segments is None else _rows(segments, padding)
+    static = (lower_bound, scale), (chunk // STRIP).bit_length() - 1
+    inputs = tokens, a_log, dt_bias
+    output, state = _chunked(static, inputs, initial_state.astype(compute_dtype(q)), rows)
+    output = jnp.transpose(output, (1, 0, 3, 2, 4)).reshape(batch, length + padding, *v.shape[2:])
+    return output[:, :length].astype(v.dtype), state
+
+
+def _cut(x: Array, padding: int, mode: str = "constant") -> Array:
+    """[B, T, H, ...] -> [N, B, H, C, ...]: strips first, for the scan, and rows inside heads, for the matmuls."""
+    x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2), mode=mode)
+    x = x.reshape(x.shape[0], -1, STRIP, *x.shape[2:])
+    return jnp.transpose(x, (1, 0, 3, 2, *range(4, x.ndim)))
+
+
+def _rows(segments: Segments, padding: int) -> Rows:
+    valid = _cut(segments.valid[..., None], padding)
+    document = _cut(segments.document[..., None], padding, "edge")
+    first = jnp.zeros_like(document[:1, ..., :1])
+    return Rows(valid, document, jnp.concatenate([first, document[:-1, ..., -1:]]))

@@ -1,0 +1,100 @@
+"""Depthwise causal convolution with SiLU, the few taps that q, k and v go through before KDA.
+
+y_t = SiLU(sum_j w[:, j] x_{t-W+1+j}): the last tap multiplies the current token, missing history is zero.
+Its state is the last W - 1 inputs, before the convolution. One body serves every platform: W shifted multiply-adds.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from pallas_kernels.dispatch import resolve
+
+__all__ = ["short_conv", "short_conv_decode"]
+
+
+def short_conv(
+    x: Float[Array, "B T C"],
+    weights: Float[Array, "C W"],
+    *,
+    initial_state: Float[Array, "B W-1 C"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B T C"], Float[Array, "B W-1 C"]]:
+    """Convolve whole sequences; returns y and the last W - 1 inputs of the last segment, both in x's dtype.
+
+    Sums are float32. `segment_ids`: non-decreasing, a new id starts from a zero history, -1 is padding (output 0, kept out
+    of the state, its contents ignored); `initial_state` is the history of the first segment only.
+    Raises ValueError on shapes that do not fit, NotImplementedError for a body that does not exist.
+    """
+    batch, length, channels = x.shape
+    _check_weights(weights, channels)
+    history = weights.shape[1] - 1
+    if initial_state is None:
+        initial_state = jnp.zeros((batch, history, channels), x.dtype)
+    _check_state(initial_state, (batch, history, channels))
+    if segment_ids is not None and segment_ids.shape != (batch, length):
+        raise ValueError(f"segment_ids has shape {segment_ids.shape}; x {x.shape} asks for {(batch, length)}")
+    body = resolve("short_conv", implementation, {"reference": _forward, "xla": _forward})
+    return body(x, weights, initial_state.astype(x.dtype), segment_ids)
+
+
+def short_conv_decode(
+    x: Float[Array, "B C"], weights: Float[Array, "C W"], state: Float[Array, "B W-1 C"]
+) -> tuple[Float[Array, "B C"], Float[Array, "B W-1 C"]]:
+    """Convolve one token of every sequence; returns y in x's dtype and the state moved on by one."""
+    _check_weights(weights, x.shape[1])
+    _check_state(state, (x.shape[0], weights.shape[1] - 1, x.shape[1]))
+    window = jnp.concatenate([state, x[:, None].astype(state.dtype)], axis=1)
+    sums = jnp.sum(_wide(window) * weights.T, axis=1)
+    return jax.nn.silu(sums).astype(x.dtype), window[:, 1:]
+
+
+def _forward(
+    x: Float[Array, "B T C"],
+    weights: Float[Array, "C W"],
+    initial_state: Float[Array, "B W-1 C"],
+    segment_ids: Int[Array, "B T"] | None,
+) -> tuple[Float[Array, "B T C"], Float[Array, "B W-1 C"]]:
+    length, taps = x.shape[1], weights.shape[1]
+    if segment_ids is not None:
+        x = jnp.where((segment_ids >= 0)[..., None], x, 0)  # padding may hold NaN
+    padded = jnp.concatenate([initial_state, x], axis=1)
+    window = _wide(padded)
+    # The history carries the first segment's id.
+    ids = None if segment_ids is None else jnp.pad(segment_ids, ((0, 0), (taps - 1, 0)), mode="edge")
+    sums = 0
+    for tap in range(taps):
+        term = window[:, tap : tap + length] * weights[:, tap]
+        sums += term if ids is None else jnp.where(_same(ids[:, tap : tap + length], segment_ids), term, 0)
+    y = jax.nn.silu(sums).astype(x.dtype)  # 0 on padding: its own input is 0 and its history has another id
+    return y, padded[:, length:] if ids is None else _last_inputs(padded, ids, taps - 1)
+
+
+def _last_inputs(
+    padded: Float[Array, "B T+W-1 C"], ids: Int[Array, "B T+W-1"], history: int
+) -> Float[Array, "B W-1 C"]:
+    """The last inputs before the padding that ends each row, zero where they belong to an earlier segment."""
+    tokens = jnp.sum(ids[:, history:] >= 0, axis=1)
+    at = tokens[:, None] + jnp.arange(history)
+    last = jnp.take_along_axis(ids, at, axis=1)
+    return jnp.where(_same(last, last[:, -1:]), jnp.take_along_axis(padded, at[..., None], axis=1), 0)
+
+
+def _same(a: Int[Array, "B N"], b: Int[Array, "B N"]) -> Bool[Array, "B N 1"]:
+    return (a == b)[..., None]
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(jnp.float32, x.dtype))
+
+
+def _check_weights(weights: Array, channels: int) -> None:
+    if weights.ndim != 2 or weights.shape[0] != channels:
+        raise ValueError(f"weights has shape {weights.shape}; x has {channels} channels and asks for ({channels}, W)")
+
+
+def _check_state(state: Array, shape: tuple[int, ...]) -> None:
+    if state.shape != shape:
+        raise ValueError(f"the conv state has shape {state.shape}; x and weights ask for {shape}")

@@ -1,0 +1,44 @@
+"""Settings every test shares: the CPU as platform, one compilation cache per run, the golden data.
+
+The environment is set at import, before any test module imports jax; the processes that tests start inherit it.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives the run one compilation cache, so that workers and child processes compile a program once.
+
+    It lives as long as the run: an entry from older code or another machine can never be read.
+    """
+    if hasattr(config, "workerinput") or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder = tempfile.mkdtemp(prefix="k3jax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository's root."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The folder of golden data: `K3JAX_GOLDEN`, or `../shared/golden` beside the checkout; skips where absent."""
+    folder = Path(os.environ.get("K3JAX_GOLDEN") or ROOT.parent / "shared" / "golden")
+    if not folder.is_dir():
+        pytest.skip(f"golden data not found at {folder} (set K3JAX_GOLDEN)")
+    return folder

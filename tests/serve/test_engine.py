@@ -1,0 +1,144 @@
+"""The compiled engine on a tiny model: equal to the model itself, and no request sees another."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from k3jax.serve.engine import Engine
+from k3jax.serve.sampler import Sampling
+from k3jax.serve.scheduler import Event, Request, Scheduler
+
+RNG = np.random.default_rng(1)
+LENGTHS = (1, 7, 8, 9, 16, 17, 40, 90)  # around one and two chunks of 8, and up to the context of 96
+
+
+def prompt(length: int) -> tuple[int, ...]:
+    return tuple(RNG.integers(0, 512, length).tolist())
+
+
+def requests(lengths=LENGTHS, *, top_logprobs: int | None = None, **sampling) -> list[Request]:
+    return [
+        Request(
+            key=f"{i}",
+            prompt=prompt(length),
+            max_tokens=6,
+            sampling=Sampling(**{"seed": i, **sampling}),
+            stop_ids=frozenset(),
+            top_logprobs=top_logprobs,
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def run(engine: Engine, submitted: list[Request]) -> dict[str, list[Event]]:
+    scheduler = Scheduler(engine)
+    for request in submitted:
+        scheduler.submit(request)
+    events: dict[str, list[Event]] = {request.key: [] for request in submitted}
+    while scheduler.num_waiting or scheduler.num_running:
+        for event in scheduler.step():
+            events[event.request.key].append(event)
+    return events
+
+
+def tokens(events: dict[str, list[Event]]) -> dict[str, list[int | None]]:
+    return {key: [event.token for event in got] for key, got in events.items()}
+
+
+def full_forward(model, sequences: list[list[int]]) -> np.ndarray:
+    """Logits of whole sequences in one pass; what follows a sequence is padding that a causal model never sees."""
+    width = max(map(len, sequences))
+    return np.asarray(model(jnp.asarray([[*s, *[0] * (width - len(s))] for s in sequences], jnp.int32)))
+
+
+def test_greedy_tokens_equal_generate(engine, model) -> None:
+    submitted = requests((17, 17, 17, 17), temperature=0.0)
+    expected = model.generate(jnp.asarray([r.prompt for r in submitted]), max_new_tokens=6)
+    assert list(tokens(run(engine, submitted)).values()) == expected.tolist()
+
+
+def test_logprobs_and_greedy_choices_equal_the_full_forward_pass(engine, model) -> None:
+    submitted = requests(temperature=0.0, top_logprobs=3)
+    events = run(engine, submitted)
+    logits = full_forward(model, [[*r.prompt, *tokens(events)[r.key]] for r in submitted])
+    logprobs = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    for row, request in enumerate(submitted):
+        for step, event in enumerate(events[request.key]):
+            expected = logprobs[row, len(request.prompt) - 1 + step]
+            assert event.token == expected.argmax()
+            assert abs(event.logprobs.logprob - expected[event.token]) < 1e-4
+            assert [token for token, _ in event.logprobs.top] == np.argsort(-expected)[:3].tolist()
+            np.testing.assert_allclose([value for _, value in event.logprobs.top], np.sort(expected)[::-1][:3], atol=1e-4)
+
+
+def test_draws_do_not_depend_on_batch_mates_order_or_slots(engine) -> None:
+    submitted = [
+        dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, top_p=top_p, temperature=temperature))
+        for request, top_p, temperature in zip(requests(), [1, 0.8, 1, 0.5] * 2, [1.0, 0.7, 1.5, 1.0] * 2, strict=True)
+    ]
+    together = tokens(run(engine, submitted))
+    assert tokens(run(engine, submitted[::-1])) == together
+    assert tokens(run(engine, submitted[3:] + submitted[:3])) == together
+    for request in submitted:
+        assert tokens(run(engine, [request]))[request.key] == together[request.key]
+
+
+def test_a_seed_reproduces_a_draw_and_another_changes_it(engine) -> None:
+    base = requests((9,), temperature=1.5)[0]
+    draws = [
+        tokens(run(engine, [dataclasses.replace(base, sampling=Sampling(temperature=1.5, seed=seed))]))["0"]
+        for seed in (5, 5, 6, 5 + 2**32)
+    ]
+    assert draws[0] == draws[1]
+    assert draws[2] != draws[0] != draws[3]
+
+
+def test_a_poisoned_slot_ends_its_request_and_is_clean_for_the_next(engine) -> None:
+    submitted = requests((9, 10, 11), temperature=0.0)
+    expected = tokens(run(engine, submitted))
+    scheduler = Scheduler(engine)
+    for request in submitted:
+        scheduler.submit(request)
+    events = {request.key: [] for request in submitted}
+    for _ in range(3):
+        for event in scheduler.step():
+            events[event.request.key].append(event)
+    cache = engine._cache
+    poison = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int32 else jnp.full_like(leaf, jnp.nan), cache.row(1))
+    engine._cache = cache.with_row(1, poison)
+    while scheduler.num_running:
+        for event in scheduler.step():
+            events[event.request.key].append(event)
+    assert (events["1"][-1].token, events["1"][-1].finish) == (None, "error")
+    assert tokens(events)["0"] == expected["0"]
+    assert tokens(events)["2"] == expected["2"]
+    assert tokens(run(engine, submitted)) == expected
+
+
+def test_slots_without_a_token_stay_bit_equal(engine) -> None:
+    run(engine, requests((20, 30, 40)))
+    before = jax.device_get([engine._cache.row(slot) for slot in (0, 2)])
+    engine.decode(np.asarray([1, 2, 3], np.int32), np.asarray([False, True, False]), logprobs=False)
+    after = jax.device_get([engine._cache.row(slot) for slot in (0, 2)])
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+@pytest.mark.parametrize("slot", [-1, 3])
+def test_a_slot_that_does_not_exist_is_refused_not_clipped(engine, slot: int) -> None:
+    before = jax.device_get(engine._cache)
+    with pytest.raises(IndexError, match=f"slot {slot} of 3"):
+        engine.prefill(slot, [1, 2], Sampling(), fresh=True, logprobs=False)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(engine._cache))
+
+
+def test_both_programs_are_compiled_before_the_first_request(model) -> None:
+    messages: list[str] = []
+    engine = Engine(model, slots=3, max_context=96, prefill_chunk=8, max_top_logprobs=4, report=messages.append)
+    assert messages == ["compiling prefill [1, 8]", "compiling decode [3, 1]"]
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "jit", None)  # a new program would need it
+        run(engine, requests((3, 20), temperature=0.5))

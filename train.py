@@ -1,0 +1,54 @@
+"""Train a K3 model from a config file; `--help` says how."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+
+from k3jax.config import ConfigError, TrainRun, load_run, to_yaml
+
+EPILOG = """\
+A config is YAML over these keys; `key=value` overrides replace single ones, nested keys with dots:
+
+  train.py --config configs/train/tiny_cpu.yaml run_dir=runs/mine data.source='docs/**/*.md' steps=500
+
+Keys and defaults ({note}):
+
+{keys}
+What a run writes into run_dir: config.yaml (resolved), metrics.jsonl, loss.png, checkpoints/STEP.
+The same command continues a run that was stopped or killed. Exit codes: 0 done, 1 the loss is no longer finite,
+2 a mistake in the config or the data, 75 stopped by SIGTERM or SIGINT after saving.
+"""
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    defaults = TrainRun()
+    keys = {field.name: getattr(defaults, field.name) for field in dataclasses.fields(defaults) if field.name != "model"}
+    listing = "".join(f"  {line}\n" for line in to_yaml(keys).splitlines())
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition(";")[0] + ".",
+        epilog=EPILOG.format(keys=listing, note="`model` names a file of configs/models, `model.KEY` refines it"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="the recipe, such as configs/train/tiny_cpu.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a key of the recipe")
+    return parser.parse_intermixed_args()
+
+
+def main() -> int:
+    """Run; returns the exit code."""
+    arguments = parse()
+    try:
+        run = load_run(TrainRun, arguments.config, arguments.overrides)
+        from k3jax.train.loop import train  # JAX starts here, after the config is known to be good
+
+        return train(run)
+    except ConfigError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
