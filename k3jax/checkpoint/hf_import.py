@@ -46,25 +46,26 @@ class HFCheckpoint:
 
     def leaves(self) -> Iterator[tuple[str, np.ndarray]]:
         """(path of a leaf in the model, its value), read one family at a time."""
-        sizes = axis_sizes(self.config)
         for placement in self.placements:
-            stacked = self._stack(placement)
-            if len(placement.leaves) == 1:
-                yield placement.leaves[0], stacked
-                continue
-            for path, part in zip(placement.leaves, placement.family.layout.split(stacked, sizes), strict=True):
-                if path != PAD:
-                    yield path, np.ascontiguousarray(part)
+            yield from self._split(placement, self._stack(placement))
+
+    def _split(self, placement: Placement, stacked: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        if len(placement.leaves) == 1:
+            yield placement.leaves[0], stacked
+            return
+        parts = placement.family.layout.split(stacked, axis_sizes(self.config))
+        yield from ((path, part) for path, part in zip(placement.leaves, parts, strict=True) if path != PAD)
 
     def _stack(self, placement: Placement) -> np.ndarray:
         sizes, layout = axis_sizes(self.config), placement.family.layout
-        stacked: np.ndarray | None = None
-        for name, index in placement.tensors():
-            tensor = layout.to_model(self._read(name, placement), sizes)
-            if stacked is None:
-                stacked = np.empty((*placement.lead, *tensor.shape), tensor.dtype)
-            stacked[index] = tensor
-        assert stacked is not None  # a placement has at least one layer
+        tensors = ((layout.to_model(self._read(name, placement), sizes), at) for name, at in placement.tensors())
+        tensor, at = next(tensors)
+        if not placement.lead:
+            return tensor
+        stacked = np.empty((*placement.lead, *tensor.shape), tensor.dtype)
+        stacked[at] = tensor
+        for tensor, at in tensors:
+            stacked[at] = tensor
         return stacked
 
     def _read(self, name: str, placement: Placement) -> np.ndarray:

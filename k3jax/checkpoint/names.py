@@ -52,7 +52,7 @@ def _row(where: str, name: str, leaves: str, layout: str, dtype: str = WEIGHT) -
 
 _HEADS = "(kda_heads head_dim) embed -> embed kda_heads head_dim"
 _TAPS = "(kda_heads head_dim) 1 conv -> kda_heads head_dim conv"
-_TO_EMBED, _FROM_EMBED = "embed {0} -> {0} embed", "{0} embed -> embed {0}"
+_READ, _WRITE = "{0} embed -> embed {0}", "embed {0} -> {0} embed"  # of the residual stream
 
 FAMILIES = (
     _row("model", "model.embed_tokens.weight", "embed", "vocab embed -> vocab embed"),
@@ -74,38 +74,38 @@ FAMILIES = (
     _row("kda", "self_attn.q_conv1d.weight", "mixer.q_conv", _TAPS, FLOAT32),
     _row("kda", "self_attn.k_conv1d.weight", "mixer.k_conv", _TAPS, FLOAT32),
     _row("kda", "self_attn.v_conv1d.weight", "mixer.v_conv", _TAPS, FLOAT32),
-    _row("kda", "self_attn.f_a_proj.weight", "mixer.decay_down", _FROM_EMBED.format("low_rank")),
+    _row("kda", "self_attn.f_a_proj.weight", "mixer.decay_down", _READ.format("low_rank")),
     _row("kda", "self_attn.f_b_proj.weight", "mixer.decay_up", _HEADS.replace("embed", "low_rank")),
-    _row("kda", "self_attn.b_proj.weight", "mixer.beta", _FROM_EMBED.format("kda_heads")),
+    _row("kda", "self_attn.b_proj.weight", "mixer.beta", _READ.format("kda_heads")),
     _row("kda", "self_attn.A_log", "mixer.a_log 0", "kda_heads+a_log_pad -> kda_heads+a_log_pad", FLOAT32),
     _row("kda", "self_attn.dt_bias", "mixer.dt_bias", "(kda_heads head_dim) -> kda_heads head_dim", FLOAT32),
     _row("kda", "self_attn.o_norm.weight", "mixer.out_norm", "head_dim -> head_dim", FLOAT32),
     _row("kda", "self_attn.g_proj.weight", "mixer.out_gate", _HEADS),
     _row("kda", "self_attn.o_proj.weight", "mixer.out", "embed (kda_heads head_dim) -> kda_heads head_dim embed"),
     # MLA
-    _row("mla", "self_attn.q_a_proj.weight", "mixer.q_down", _FROM_EMBED.format("q_rank")),
+    _row("mla", "self_attn.q_a_proj.weight", "mixer.q_down", _READ.format("q_rank")),
     _row("mla", "self_attn.q_a_layernorm.weight", "mixer.q_norm.weight", "q_rank -> q_rank"),
     _row("mla", "self_attn.q_b_proj.weight", "mixer.q_up",
          "(mla_heads nope_dim+extra_dim) q_rank -> q_rank mla_heads nope_dim+extra_dim"),
-    _row("mla", "self_attn.kv_a_proj_with_mqa.weight", "mixer.kv_down", _FROM_EMBED.format("kv_rank+extra_dim")),
+    _row("mla", "self_attn.kv_a_proj_with_mqa.weight", "mixer.kv_down", _READ.format("kv_rank+extra_dim")),
     _row("mla", "self_attn.kv_a_layernorm.weight", "mixer.kv_norm.weight", "kv_rank -> kv_rank"),
     _row("mla", "self_attn.kv_b_proj.weight", "mixer.k_up mixer.v_up",
          "(mla_heads nope_dim+v_dim) kv_rank -> kv_rank mla_heads nope_dim+v_dim"),
     _row("mla", "self_attn.g_proj.weight", "mixer.out_gate", "(mla_heads v_dim) embed -> embed mla_heads v_dim"),
     _row("mla", "self_attn.o_proj.weight", "mixer.out", "embed (mla_heads v_dim) -> mla_heads v_dim embed"),
     # dense FFN
-    _row("dense", "mlp.gate_proj.weight", "ffn.gate", _FROM_EMBED.format("dense_mlp")),
-    _row("dense", "mlp.up_proj.weight", "ffn.up", _FROM_EMBED.format("dense_mlp")),
-    _row("dense", "mlp.down_proj.weight", "ffn.down", _TO_EMBED.format("dense_mlp")),
+    _row("dense", "mlp.gate_proj.weight", "ffn.gate", _READ.format("dense_mlp")),
+    _row("dense", "mlp.up_proj.weight", "ffn.up", _READ.format("dense_mlp")),
+    _row("dense", "mlp.down_proj.weight", "ffn.down", _WRITE.format("dense_mlp")),
     # LatentMoE
-    _row("moe", "block_sparse_moe.gate.weight", "ffn.router.weight", _FROM_EMBED.format("experts")),
+    _row("moe", "block_sparse_moe.gate.weight", "ffn.router.weight", _READ.format("experts")),
     _row("moe", "block_sparse_moe.gate.e_score_correction_bias", "ffn.router.bias", "experts -> experts", FLOAT32),
-    _row("moe", "block_sparse_moe.routed_expert_down_proj.weight", "ffn.down", _FROM_EMBED.format("latent")),
+    _row("moe", "block_sparse_moe.routed_expert_down_proj.weight", "ffn.down", _READ.format("latent")),
     _row("moe", "block_sparse_moe.routed_expert_norm.weight", "ffn.norm.weight", "latent -> latent"),
-    _row("moe", "block_sparse_moe.routed_expert_up_proj.weight", "ffn.up", _TO_EMBED.format("latent")),
-    _row("moe", "block_sparse_moe.shared_experts.gate_proj.weight", "ffn.shared.gate", _FROM_EMBED.format("shared_mlp")),
-    _row("moe", "block_sparse_moe.shared_experts.up_proj.weight", "ffn.shared.up", _FROM_EMBED.format("shared_mlp")),
-    _row("moe", "block_sparse_moe.shared_experts.down_proj.weight", "ffn.shared.down", _TO_EMBED.format("shared_mlp")),
+    _row("moe", "block_sparse_moe.routed_expert_up_proj.weight", "ffn.up", _WRITE.format("latent")),
+    _row("moe", "block_sparse_moe.shared_experts.gate_proj.weight", "ffn.shared.gate", _READ.format("shared_mlp")),
+    _row("moe", "block_sparse_moe.shared_experts.up_proj.weight", "ffn.shared.up", _READ.format("shared_mlp")),
+    _row("moe", "block_sparse_moe.shared_experts.down_proj.weight", "ffn.shared.down", _WRITE.format("shared_mlp")),
 )  # fmt: skip
 
 _EXPERT = "block_sparse_moe.experts.{{e}}.{0}"

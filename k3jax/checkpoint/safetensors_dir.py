@@ -33,6 +33,7 @@ DTYPES: Mapping[str, Any] = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what JSON of another shape raises
 
 
 class CheckpointError(ValueError):
@@ -102,7 +103,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         entries = json.loads(raw)
         tensors = {name: _entry(file, 8 + length, entry) for name, entry in entries.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _MALFORMED as error:
         raise CheckpointError(f"{file}: not a safetensors header ({type(error).__name__}: {error})") from error
     end = 8 + length
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
@@ -133,9 +134,9 @@ def _read_index(file: Path) -> dict[str, set[str]]:
         shards: dict[str, set[str]] = {}
         for name, shard in weight_map.items():
             shards.setdefault(shard, set()).add(name)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        outside = next((shard for shard in shards if Path(shard).name != shard), None)
+    except _MALFORMED as error:
         raise CheckpointError(f"{file}: not a safetensors index ({type(error).__name__}: {error})") from error
-    outside = next((shard for shard in shards if Path(shard).name != shard), None)
     if outside is not None:
         raise CheckpointError(f"{file}: names shard {outside!r}, which is not a plain file name")
     return shards

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from k3jax.config import ModelConfig
 from k3jax.nn.norm import RMSNorm
-from k3jax.nn.param import island, normal, project
+from k3jax.nn.param import island, matmul_precision, normal, project
 
 QUERY_CHUNK = 512  # queries whose [chunk, S] scores exist at one time
 
@@ -96,8 +96,7 @@ class MLA(nnx.Module):
 
 
 def _dot(spec: str, a: Array, b: Array) -> Array:
-    precision = jax.lax.Precision.HIGHEST if a.dtype.itemsize >= 4 else None
-    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=island(a.dtype))
+    return jnp.einsum(spec, a, b, precision=matmul_precision(a.dtype), preferred_element_type=island(a.dtype))
 
 
 def _softmax(scores: Float[Array, "B H T S"], mask: Bool[Array, "b T S"]) -> Float[Array, "B H T S"]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from k3jax.config import ModelConfig
 from k3jax.nn.ffn import FFN
 from k3jax.nn.norm import RMSNorm
-from k3jax.nn.param import RouterBias, cast, island, normal, project
+from k3jax.nn.param import RouterBias, cast, island, matmul_precision, normal, project
 from pallas_kernels.grouped_matmul import expert_ffn
 from pallas_kernels.grouped_matmul.routing import combine_rows, gather_rows, sort_by_expert
 
@@ -75,12 +75,16 @@ class LatentMoE(nnx.Module):
         routing = sort_by_expert(
             experts.reshape(-1, top_k), self.router.weight.shape[-1], None if valid is None else valid.reshape(-1)
         )
+        w1, w3, w2 = (self._expert_weight(w, latent.dtype) for w in (self.w1, self.w3, self.w2))
         rows = expert_ffn(
             gather_rows(flat, routing, top_k),
-            *(self._expert_weight(w, latent.dtype) for w in (self.w1, self.w3, self.w2)),
+            w1,
+            w3,
+            w2,
             routing.group_sizes,
             beta=self.beta,
             linear_beta=self.linear_beta,
+            precision=matmul_precision(latent.dtype),
         )
         return combine_rows(rows, routing, weights.reshape(-1, top_k)).reshape(latent.shape).astype(latent.dtype)
 

@@ -93,7 +93,11 @@ def island(dtype: Any) -> jnp.dtype:
     return jnp.promote_types(jnp.float32, dtype)
 
 
+def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
+    """Full float32 for a float32 computation, where accelerators would round operands to TF32 or bfloat16."""
+    return jax.lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize >= 4 else None
+
+
 def project(spec: str, x: Float[Array, "..."], weight: nnx.Variable) -> Float[Array, "..."]:
-    """Contract `x` with a weight cast to x's dtype; float32 is computed in full float32 on every backend."""
-    precision = jax.lax.Precision.HIGHEST if x.dtype.itemsize >= 4 else None
-    return jnp.einsum(spec, x, cast(weight, x.dtype), precision=precision)
+    """Contract `x` with a weight cast to x's dtype."""
+    return jnp.einsum(spec, x, cast(weight, x.dtype), precision=matmul_precision(x.dtype))

@@ -16,7 +16,7 @@ from k3jax.nn.attn_res import Mix
 from k3jax.nn.cache import Cache
 from k3jax.nn.layer import Layer
 from k3jax.nn.norm import RMSNorm
-from k3jax.nn.param import cast, island, normal
+from k3jax.nn.param import cast, island, matmul_precision, normal
 from k3jax.nn.plan import Depth, StackPlan
 from k3jax.nn.stack import StackInput, Trace, run_loop, run_scan
 
@@ -78,8 +78,8 @@ class Transformer(nnx.Module):
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """The head, accumulated and returned in float32."""
         wide = island(hidden.dtype)
-        precision = jax.lax.Precision.HIGHEST if hidden.dtype.itemsize >= 4 else None
-        return jnp.matmul(hidden, cast(self.lm_head, hidden.dtype), precision=precision, preferred_element_type=wide)
+        head, precision = cast(self.lm_head, hidden.dtype), matmul_precision(hidden.dtype)
+        return jnp.matmul(hidden, head, precision=precision, preferred_element_type=wide)
 
     def generate(
         self,

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from k3jax.config import ConfigError
 from k3jax.serve.answer import Answer, TextStream
-from k3jax.serve.request import Completion, Limits, Line, RequestError, parse_completion_request, parse_line
+from k3jax.serve.request import Completion, Limits, Line, RequestError, parse_completion_request, parse_line, prompt_ids
 from k3jax.serve.results import OutputFile, completed, refused, unusable
 from k3jax.serve.scheduler import Scheduler, Slots
 from k3jax.text import Tokenizer
@@ -136,12 +139,14 @@ class Batch:
 
 
 def check_input(path: Path) -> None:
-    """Raise `ConfigError` unless the input is a file that can be read."""
+    """Raise `ConfigError` unless the input is a file that can be read, more than once."""
     try:
         with open(path, "rb") as file:
-            file.read(1)
+            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
     except OSError as error:
         raise ConfigError(f"--input {path}: cannot be read ({error.strerror})") from error
+    if not regular:
+        raise ConfigError(f"--input {path}: must be a regular file")
 
 
 def count_lines(path: Path) -> int:
@@ -162,27 +167,25 @@ def make_progress(console: Console) -> Progress:
     )
 
 
-def show(input_path: Path, output_path: Path, console: Console) -> None:
+def show(input_path: Path, output_path: Path, console: Console, *, tokenizer: Tokenizer) -> None:
     """Print each prompt with its completion, or its error, in the order of the input."""
-    results = {}
-    for _, raw in _lines(output_path):
-        record = json.loads(raw)
-        results[record["custom_id"]] = record
+    plain: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+    records = [json.loads(raw) for _, raw in _lines(output_path)]
+    results = {record["custom_id"]: record for record in records if record["response"]}
     for _, raw in _lines(input_path):
         try:
             line = parse_line(raw)
         except RequestError:
             continue
-        record = results.get(line.custom_id)
-        if record is None or not isinstance(line.body, dict):
+        record = results.pop(line.custom_id, None)
+        if record is None:
             continue
         console.rule(line.custom_id, align="left")
-        console.print(str(line.body.get("prompt")), style="dim", end="", markup=False, highlight=False)
         if record["error"]:
-            console.print(f"\n{record['error']['message']}", style="red", markup=False, highlight=False)
+            console.print(record["error"]["message"], style="red", **plain)
         else:
-            choice = record["response"]["body"]["choices"][0]
-            console.print(choice["text"], style="bold", markup=False, highlight=False)
+            console.print(tokenizer.decode(prompt_ids(line.body, tokenizer)), style="dim", end="", **plain)
+            console.print(record["response"]["body"]["choices"][0]["text"], style="bold", **plain)
 
 
 class StopSignal:

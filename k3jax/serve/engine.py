@@ -38,10 +38,8 @@ class Engine:
         max_top_logprobs: int,
         report: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.slots, self.max_context, self.prefill_chunk = slots, max_context, prefill_chunk
-        self.vocab_size = model.config.vocab_size
-        self.max_top_logprobs = max_top_logprobs
-        self._model = model
+        self.slots, self.prefill_chunk = slots, prefill_chunk
+        self._top, self._model = max_top_logprobs, model
         self._cache = Cache.zeros(model.config, batch=slots, max_len=max_context)
         self._samplings = [Sampling(temperature=0.0)] * slots
         self._rows: SamplingRows | None = None
@@ -68,7 +66,7 @@ class Engine:
         return _to_host(sampled, logprobs)
 
     def _compile(self, program: Callable, *arguments: object) -> Callable:
-        jitted = jax.jit(partial(program, top=self.max_top_logprobs), donate_argnums=1)
+        jitted = jax.jit(partial(program, top=self._top), donate_argnums=1)
         return jitted.lower(self._model, self._cache, *arguments).compile()
 
     def _prefill_arguments(self, slot: int, tokens: Sequence[int], sampling: Sampling, *, fresh: bool) -> tuple:

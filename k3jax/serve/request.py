@@ -110,7 +110,7 @@ def parse_completion_request(line: Line, *, tokenizer: Tokenizer, limits: Limits
     body = {name: value for name, value in line.body.items() if value is not None}
     _check_names(body)
     _field(body, "model", "", _is_string, "a string")
-    prompt = _prompt(body, tokenizer)
+    prompt = prompt_ids(body, tokenizer)
     max_tokens = _field(body, "max_tokens", limits.default_max_tokens, _is_int(1), "a whole number of at least 1")
     _check_length(len(prompt), max_tokens, limits)
     request = Request(
@@ -126,21 +126,8 @@ def parse_completion_request(line: Line, *, tokenizer: Tokenizer, limits: Limits
     return Completion(request=request, stops=_stops(body))
 
 
-def default_seed(custom_id: str) -> int:
-    """The seed of a request that names none: fixed by its custom_id, so that a rerun gives the same answer."""
-    return int.from_bytes(hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()[:4], "big")
-
-
-def _sampling(body: Mapping[str, Any], custom_id: str) -> Sampling:
-    return Sampling(
-        temperature=float(_field(body, "temperature", 1.0, _is_number(0, 2), "a number from 0 to 2")),
-        top_p=float(_field(body, "top_p", 1.0, lambda v: _is_number(0, 1)(v) and v > 0, "a number above 0, at most 1")),
-        top_k=_field(body, "top_k", 0, _is_int(0, 2**31 - 1), "a whole number of at least 1, or 0 for all tokens"),
-        seed=_field(body, "seed", default_seed(custom_id), _is_int(-(2**63), 2**63 - 1), "a 64-bit whole number"),
-    )
-
-
-def _prompt(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+def prompt_ids(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids of a body's prompt, at least one. Raises `RequestError`."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and all(isinstance(part, str | list) for part in prompt):
         if len(prompt) > 1:
@@ -160,6 +147,20 @@ def _prompt(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
             f"prompt: token id {max(ids)} is outside the vocabulary of {tokenizer.vocab_size}", param="prompt"
         )
     return tuple(ids)
+
+
+def default_seed(custom_id: str) -> int:
+    """The seed of a request that names none: fixed by its custom_id, so that a rerun gives the same answer."""
+    return int.from_bytes(hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()[:4], "big")
+
+
+def _sampling(body: Mapping[str, Any], custom_id: str) -> Sampling:
+    return Sampling(
+        temperature=float(_field(body, "temperature", 1.0, _is_number(0, 2), "a number from 0 to 2")),
+        top_p=float(_field(body, "top_p", 1.0, lambda v: _is_number(0, 1)(v) and v > 0, "a number above 0, at most 1")),
+        top_k=_field(body, "top_k", 0, _is_int(0, 2**31 - 1), "a whole number of at least 1, or 0 for all tokens"),
+        seed=_field(body, "seed", default_seed(custom_id), _is_int(-(2**63), 2**63 - 1), "a 64-bit whole number"),
+    )
 
 
 def _check_length(num_prompt: int, max_tokens: int, limits: Limits) -> None:

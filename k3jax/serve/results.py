@@ -78,6 +78,8 @@ class OutputFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self._created = path, not path.exists()
+        if not self._created and not path.is_file():
+            raise ConfigError(f"--output {path}: must be a regular file")
         self.done_ids: set[str] = set()
         self.done_lines: set[int] = set()
         try:

@@ -33,6 +33,7 @@ class Paths:
 
 def serve(run: ServeRun, paths: Paths, *, show_answers: bool = False) -> int:
     """Answer a batch file; returns 0, or 75 where a signal stopped it. Raises `ConfigError` where it cannot go on."""
+    check_recipe(run)
     check_input(paths.input)
     if paths.output.exists() and os.path.samefile(paths.input, paths.output):
         raise ConfigError(f"--output {paths.output}: is the input file")
@@ -40,7 +41,7 @@ def serve(run: ServeRun, paths: Paths, *, show_answers: bool = False) -> int:
     with StopSignal() as stopping, OutputFile(paths.output) as output:
         tokenizer = load_tokenizer(paths.checkpoint, paths.tokenizer)
         model = load_model(paths.checkpoint, run.dtype)
-        check_run(run, model.config, tokenizer)
+        check_fit(run, model.config, tokenizer)
         engine = Engine(
             model,
             slots=run.slots,
@@ -60,7 +61,7 @@ def serve(run: ServeRun, paths: Paths, *, show_answers: bool = False) -> int:
             summary = batch.run(paths.input, output, progress)
     console.print(f"{paths.output}: {summary}", highlight=False)
     if show_answers:
-        show(paths.input, paths.output, Console())
+        show(paths.input, paths.output, Console(), tokenizer=tokenizer)
     return EXIT_PREEMPTED if summary.interrupted else 0
 
 
@@ -91,22 +92,21 @@ def load_tokenizer(checkpoint: Path, name: str = "") -> Tokenizer:
         raise ConfigError(f"--checkpoint {error}; say --tokenizer") from error
 
 
-def check_run(run: ServeRun, config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise `ConfigError` where the recipe, the model and the tokenizer do not fit together."""
-    for key, low in (
-        ("slots", 1),
-        ("max_context", 2),
-        ("prefill_chunk", 1),
-        ("default_max_tokens", 1),
-        ("max_top_logprobs", 0),
-    ):
+def check_recipe(run: ServeRun) -> None:
+    """Raise `ConfigError` where a number of the recipe is out of range."""
+    lowest = {"slots": 1, "max_context": 2, "prefill_chunk": 1, "default_max_tokens": 1, "max_top_logprobs": 0}
+    for key, low in lowest.items():
         if getattr(run, key) < low:
             raise ConfigError(f"{key} = {getattr(run, key)}: must be at least {low}")
+    if run.mesh != MeshShape():
+        raise ConfigError(f"mesh = {dataclasses.asdict(run.mesh)}: serving runs on one device; every axis must be 1")
+
+
+def check_fit(run: ServeRun, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raise `ConfigError` where the recipe, the model and the tokenizer do not fit together."""
     if run.max_context > config.max_context:
         raise ConfigError(f"max_context = {run.max_context}: the model's is {config.max_context}")
     if run.max_top_logprobs > config.vocab_size:
         raise ConfigError(f"max_top_logprobs = {run.max_top_logprobs}: the vocabulary has {config.vocab_size}")
     if tokenizer.vocab_size != config.vocab_size:
         raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} ids, but the model {config.vocab_size}")
-    if run.mesh != MeshShape():
-        raise ConfigError(f"mesh = {dataclasses.asdict(run.mesh)}: serving runs on one device; every axis must be 1")

@@ -60,7 +60,7 @@ def expert_ffn(
     dtype; "mxfp8" rounds to MXFP8 (e4m3, "ceil" scales, straight-through gradient) what the two matmul stages read: the
     rows before w1 and w3, and the hidden after SiTU before w2. Rows past the last group: as in `grouped_matmul`.
     """
-    _check("expert_ffn", rows, group_sizes, {"w1": w1, "w3": w3})
+    _check("expert_ffn", rows, group_sizes, {"w1": w1, "w3": w3, "w2": w2})
     width, hidden = input_output_widths(w1)
     if input_output_widths(w3) != (width, hidden) or input_output_widths(w2) != (hidden, width):
         widths = {name: input_output_widths(w) for name, w in (("w1", w1), ("w3", w3), ("w2", w2))}
@@ -88,9 +88,10 @@ def _body(op: str, implementation: Implementation | None) -> Callable[..., Any]:
 
 
 def _check(op: str, rows: Array, group_sizes: Array, experts: dict[str, Experts]) -> None:
+    first, weights = next(iter(experts.items()))
+    width, _ = input_output_widths(weights)
+    if rows.shape[1] != width:
+        raise ValueError(f"{op}: rows are {rows.shape[1]} wide but {first} reads {width}")
     for name, weights in experts.items():
-        width, _ = input_output_widths(weights)
-        if rows.shape[1] != width:
-            raise ValueError(f"{op}: rows are {rows.shape[1]} wide but {name} reads {width}")
         if group_sizes.shape[0] != weights.shape[0]:
             raise ValueError(f"{op}: {group_sizes.shape[0]} group sizes for {weights.shape[0]} experts of {name}")

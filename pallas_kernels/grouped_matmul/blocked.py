@@ -117,7 +117,7 @@ def _leave(padded: Array, blocks: _Blocks) -> Array:
 @jax.custom_vjp
 def _move(x: Array, source: Array, keep: Array, back_source: Array, back_keep: Array) -> Array:
     """x[source] where `keep`, else 0; its transpose is the same move the other way."""
-    return jnp.where(keep, x.at[source].get(mode="promise_in_bounds"), 0)
+    return jnp.where(keep, jnp.take(x, source, axis=0, mode="clip"), 0)
 
 
 def _move_fwd(x: Array, *indices: Array) -> tuple[Array, tuple[Array, ...]]:

@@ -11,7 +11,8 @@ from pallas_kernels.situ import situ_glu
 
 def grouped_matmul(rows: Array, experts: Experts, group_sizes: Array, *, precision: jax.lax.PrecisionLike) -> Array:
     """See `pallas_kernels.grouped_matmul.grouped_matmul`."""
-    return _product(rows, experts, group_sizes, precision).astype(rows.dtype)
+    out = _product(rows, experts, group_sizes, precision)
+    return jnp.where(in_groups(group_sizes, rows.shape[0]), out, 0).astype(rows.dtype)
 
 
 def expert_ffn(
@@ -35,7 +36,7 @@ def expert_ffn(
     up = grouped_matmul(inputs, w3, group_sizes, precision=precision)
     hidden = situ_glu(gate, up, beta=beta, linear_beta=linear_beta)
     hidden = fake_quantize_mxfp8(hidden) if quantize_activations else hidden
-    out = _product(hidden, w2, group_sizes, precision)
+    out = jnp.where(valid, _product(hidden, w2, group_sizes, precision), 0)
     if row_weights is not None:
         out = out * jnp.where(valid, row_weights[:, None], 0).astype(out.dtype)
     return out.astype(rows.dtype)

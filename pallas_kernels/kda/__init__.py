@@ -88,7 +88,9 @@ def kda_decode(
     return output.astype(v.dtype), state
 
 
-def _parameters(a_log: Array, dt_bias: Array, lower_bound: float, scale: float | None, heads: int, width: int) -> Parameters:
+def _parameters(
+    a_log: Array, dt_bias: Array, lower_bound: float, scale: float | None, heads: int, width: int
+) -> Parameters:
     _check_shapes({"a_log": (a_log, (heads,)), "dt_bias": (dt_bias, (heads, width))})
     if lower_bound >= 0:
         raise ValueError(f"lower_bound={lower_bound} must be negative: it is the lowest log decay of one token")

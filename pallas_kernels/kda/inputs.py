@@ -22,8 +22,8 @@ class Parameters(NamedTuple):
 class Segments(NamedTuple):
     """Where tokens count and which document they belong to.
 
-    `valid`: not padding. `document`: 0 for the first document, + 1 at every change of id; padding keeps the number of the
-    document before it, so that it never starts one.
+    `valid`: not padding. `document`: 0 for the first document, + 1 at every change of id; padding keeps the number of
+    the document before it, so that it never starts one.
     """
 
     valid: Bool[Array, "B T"]
@@ -50,5 +50,5 @@ def l2_normalise(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
 
 
 def log_decay(gate: Array, a_log: Array, dt_bias: Array, lower_bound: float) -> Array:
-    """g = lower_bound * sigmoid(exp(a_log) * (gate + dt_bias)), in (lower_bound, 0); arguments broadcast against `gate`."""
+    """g = lower_bound * sigmoid(exp(a_log) * (gate + dt_bias)), in (lower_bound, 0); all broadcast to `gate`."""
     return lower_bound * jax.nn.sigmoid(jnp.exp(a_log) * (gate + dt_bias))

@@ -17,13 +17,13 @@ from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.kda.inputs import Parameters, Segments, compute_dtype, l2_normalise, log_decay
 
-STRIP = 32  # rows that share one middle row as the reference of their exponents
-BLOCK = 16  # rows of the triangular inverse that are solved by substitution
-LARGEST_EXPONENT = 80.0  # exp of it and of its negative are normal float32 numbers
+STRIP = 16  # rows that are solved together; they share their middle row as the reference of their exponents
+MIDDLE = STRIP // 2
+LARGEST_EXPONENT = 64.0  # leaves 1e-10 for the size of a cotangent before float32 flushes its product to zero
 
 
 class Tokens(NamedTuple):
-    """The inputs cut into N strips of C = 32 rows."""
+    """The inputs cut into N strips of C = 16 rows."""
 
     q: Float[Array, "N B H C K"]
     k: Float[Array, "N B H C K"]
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """All that a run of C rows does to a state: R = update - read S;  O = query S + scores R;  S' = decay * S + write^T R."""
+    """What C rows do to a state: R = update - read S;  O = query S + scores R;  S' = decay * S + write^T R."""
 
     read: Float[Array, "N B H C K"]
     update: Float[Array, "N B H C V"]
@@ -65,8 +65,12 @@ def _t(x: Array) -> Array:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _substitute(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
-    """(I + lower)^-1 of small blocks, row by row: X_i = e_i - lower_i X."""
+@jax.custom_vjp
+def unit_lower_inverse(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
+    """(I + lower)^-1 of small strictly lower triangular matrices, row by row: X_i = e_i - lower_i X.
+
+    Substitution is stable where powers of `lower` would cancel (keys alike, slow decay).
+    """
     n = lower.shape[-1]
     rows = jnp.moveaxis(lower, -2, 0)
 
@@ -77,25 +81,8 @@ def _substitute(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]
     return jnp.moveaxis(jax.lax.fori_loop(1, n, row, jnp.broadcast_to(eye, rows.shape)), 0, -2)
 
 
-def _inverse(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
-    n = lower.shape[-1]
-    if n <= BLOCK:
-        return _substitute(lower)
-    h = n // 2
-    first, second = _inverse(jnp.stack([lower[..., :h, :h], lower[..., h:, h:]]))
-    corner = -_dot(_dot(second, lower[..., h:, :h]), first)
-    top = jnp.concatenate([first, jnp.zeros_like(corner)], -1)
-    return jnp.concatenate([top, jnp.concatenate([corner, second], -1)], -2)
-
-
-@jax.custom_vjp
-def unit_lower_inverse(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batch n n"]:
-    """(I + lower)^-1 for strictly lower triangular matrices, stable where powers of `lower` would cancel."""
-    return _inverse(lower)
-
-
 def _unit_lower_inverse_fwd(lower):
-    x = _inverse(lower)
+    x = unit_lower_inverse(lower)
     return x, x
 
 
@@ -111,10 +98,10 @@ unit_lower_inverse.defvjp(_unit_lower_inverse_fwd, _unit_lower_inverse_bwd)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _signed_sums(n: int, dtype) -> np.ndarray:
-    """[n, n] matrix M with (M g)_i = G_i - G_middle, every difference summed directly so that nothing large cancels."""
-    i, t, middle = np.arange(n)[:, None], np.arange(n)[None], n // 2
-    return ((t > middle) & (t <= i)).astype(dtype) - ((t > i) & (t <= middle)).astype(dtype)
+def _signed_sums(dtype) -> np.ndarray:
+    """[STRIP, STRIP] matrix M with (M g)_i = G_i - G_MIDDLE, summed directly so that nothing large cancels."""
+    i, t = np.arange(STRIP)[:, None], np.arange(STRIP)
+    return ((t > MIDDLE) & (t <= i)).astype(dtype) - ((t > i) & (t <= MIDDLE)).astype(dtype)
 
 
 def _prepare(bounds, rows: Rows | None, tokens: Tokens, a_log: Float[Array, "H"], dt_bias: Float[Array, "H K"]):
@@ -132,23 +119,24 @@ def _prepare(bounds, rows: Rows | None, tokens: Tokens, a_log: Float[Array, "H"]
 
 
 def _intra(bounds, rows: Rows | None, tokens: Tokens, a_log: Float[Array, "H"], dt_bias: Float[Array, "H K"]) -> Chunks:
-    """The WY form of every strip."""
+    """The WY form of every strip.
+
+    exp(G_i - G_j) is up_i * down_j. Sixteen rows keep both within exp(+-40) at a bound of -5; 32 rows would reach
+    exp(+-80), where float32 flushes small cotangents to zero and the gate's gradient is lost when gates saturate.
+    """
     q, k, v, g, beta = _prepare(bounds, rows, tokens, a_log, dt_bias)
-    n = g.shape[-2]
-    centred = _dot(jnp.broadcast_to(_signed_sums(n, g.dtype), (*g.shape[:-1], n)), g)
+    centred = _dot(jnp.broadcast_to(_signed_sums(g.dtype), (*g.shape[:-1], STRIP)), g)
     up, down = jnp.exp(centred), jnp.exp(-centred)
-    to_middle = jnp.exp(g[..., :1, :] - centred[..., :1, :])  # exp(G_middle)
-    to_end = up[..., -1:, :]
-    k_up, k_down, q_up = k * up, k * down, q * up
-    # Above the diagonal the products may overflow; they are selected away, and their cotangents are exact zeros.
-    strict = np.tri(n, k=-1, dtype=bool)
+    to_middle = jnp.exp(g[..., :1, :] - centred[..., :1, :])  # exp(G_MIDDLE)
+    to_end = up[..., -1:, :]  # exp(G_end - G_MIDDLE)
+    k_up, q_up, k_down = k * up, q * up, k * down
+    strict = np.tri(STRIP, k=-1, dtype=bool)
     if rows is not None:
         strict = strict & (rows.document[..., :, None] == rows.document[..., None, :])
     lower = beta[..., None] * jnp.where(strict, _dot(k_up, _t(k_down)), 0)
     solve = unit_lower_inverse(lower) * beta[..., None, :]
-    # The diagonal apart: its two exponentials cancel exactly, and so do its parts of the gate's gradient, but only on
-    # paper; in floating point small elements of k would be flushed to zero on the way.
-    diagonal = jnp.eye(n, dtype=q.dtype) * jnp.sum(q * k, axis=-1)[..., None]
+    # The diagonal apart: its two exponentials cancel, and so do its parts of the gate's gradient, but only on paper.
+    diagonal = jnp.eye(STRIP, dtype=q.dtype) * jnp.sum(q * k, axis=-1)[..., None]
     scores = jnp.where(strict, _dot(q_up, _t(k_down)), diagonal)
     read, query, write = k_up * to_middle, q_up * to_middle, k_down * to_end
     decay = (to_middle * to_end)[..., 0, :]
@@ -171,7 +159,7 @@ def _cut_documents(rows: Rows, read: Array, query: Array, write: Array, decay: A
 
 def _pair(chunks: Chunks) -> Chunks:
     """Every two neighbours as one chunk of twice the rows: the second reads the state that the first leaves."""
-    a, b = (jax.tree.map(lambda x: x[first::2], chunks) for first in (0, 1))
+    a, b = Chunks(*(x[0::2] for x in chunks)), Chunks(*(x[1::2] for x in chunks))
     decay = a.decay[..., None, :]
     through = _dot(b.read, _t(a.write))
     corner = _dot(b.query, _t(a.write))
@@ -281,10 +269,13 @@ def forward(
     *,
     chunk: int = 32,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """As `reference.forward`, `chunk` tokens at a time: 32 times a power of two."""
+    """As `reference.forward`, `chunk` tokens at a time: 16 times a power of two.
+
+    64 halves the steps of the scan and adds matmul work inside the chunk: slower on a CPU at K = 48 and 64.
+    """
     a_log, dt_bias, lower_bound, scale = parameters
-    if -lower_bound * STRIP / 2 > LARGEST_EXPONENT:
-        lowest = -2 * LARGEST_EXPONENT / STRIP
+    if -lower_bound * MIDDLE > LARGEST_EXPONENT:
+        lowest = -LARGEST_EXPONENT / MIDDLE
         raise NotImplementedError(f"kda's xla body needs lower_bound >= {lowest}, not {lower_bound}: use 'reference'")
     batch, length = q.shape[:2]
     padding = -length % chunk

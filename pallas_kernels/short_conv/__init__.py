@@ -24,8 +24,8 @@ def short_conv(
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B W-1 C"]]:
     """Convolve whole sequences; returns y and the last W - 1 inputs of the last segment, both in x's dtype.
 
-    Sums are float32. `segment_ids`: non-decreasing, a new id starts from a zero history, -1 is padding (output 0, kept out
-    of the state, its contents ignored); `initial_state` is the history of the first segment only.
+    Sums are float32. `segment_ids`: non-decreasing, a new id starts from a zero history; -1 is padding, only at the end
+    of a row (output 0, kept out of the state, its contents ignored). `initial_state` is the first segment's history.
     Raises ValueError on shapes that do not fit, NotImplementedError for a body that does not exist.
     """
     batch, length, channels = x.shape
@@ -68,7 +68,9 @@ def _forward(
     for tap in range(taps):
         term = window[:, tap : tap + length] * weights[:, tap]
         sums += term if ids is None else jnp.where(_same(ids[:, tap : tap + length], segment_ids), term, 0)
-    y = jax.nn.silu(sums).astype(x.dtype)  # 0 on padding: its own input is 0 and its history has another id
+    y = jax.nn.silu(sums).astype(x.dtype)
+    if segment_ids is not None:
+        y = jnp.where((segment_ids >= 0)[..., None], y, 0)
     return y, padded[:, length:] if ids is None else _last_inputs(padded, ids, taps - 1)
 
 

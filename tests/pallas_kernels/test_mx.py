@@ -1,6 +1,8 @@
 """MX encode and decode against scalar oracles and golden cases; MXFP4Array as a pytree."""
 
+import bisect
 import math
+import re
 from fractions import Fraction
 
 import jax
@@ -88,9 +90,9 @@ def test_real_bytes_of_the_release():
 
 def test_the_last_of_896_experts_decodes_like_the_scalar_oracle():
     weight = jax.tree.map(jnp.asarray, random_mxfp4(896, 2, 96))
-    codes, scales = np.asarray(weight.codes)[895], np.asarray(weight.scales)[895]
+    codes, scales = np.asarray(weight.codes)[895].tolist(), np.asarray(weight.scales)[895].tolist()
     want = [
-        [scalar_decode(codes[o, i // 2] >> 4 * (i % 2) & 15, scales[o, i // 32]) for i in range(96)] for o in range(2)
+        [scalar_decode(codes[o][i // 2] >> 4 * (i % 2) & 15, scales[o][i // 32]) for i in range(96)] for o in range(2)
     ]
     np.testing.assert_array_equal(np.asarray(jax.jit(dequantize)(weight))[895], np.array(want, np.float32))
 
@@ -98,30 +100,42 @@ def test_the_last_of_896_experts_decodes_like_the_scalar_oracle():
 # ---- encoding
 
 
+def fp4_encode(w, rule):
+    """(codes, scales, values) of blocks [n, 32]."""
+    array = quantize(w, rule)
+    codes = np.stack if isinstance(w, np.ndarray) else jnp.stack
+    return codes([array.codes & 15, array.codes >> 4], axis=-1).reshape(w.shape), array.scales, dequantize(array)
+
+
+def fp8_encode(w, rule, elements="e4m3"):
+    """(codes, scales, values) of blocks [n, 32]."""
+    codes, scales = mxfp8_quantize(w, rule, elements)
+    return codes.view(np.uint8), scales, mxfp8_dequantize(codes, scales)
+
+
+def run(encode, to_array, w, *settings):
+    """Encode NumPy arrays as they are, and JAX arrays inside jit; NumPy out."""
+    if to_array is jnp.asarray:
+        encode = jax.jit(encode, static_argnums=range(1, 1 + len(settings)))
+    return [np.asarray(out) for out in encode(to_array(w), *settings)]
+
+
 @EACH_WAY
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("case", range(5))
 @pytest.mark.parametrize("kind", ["mxfp4", "mxfp8"])
-def test_golden_cases(golden, kind, case, rule, to_array):
+def test_golden_cases(golden, kind, rule, to_array):
     data = np.load(golden / "microscaling" / "cases.npz")
-    w = data[f"w{case}"]
-    want = {name: data[f"w{case}_{kind}_{rule}_{name}"] for name in ("codes", "scales", "values")}
-    encode = quantize if kind == "mxfp4" else mxfp8_quantize
-    if to_array is jnp.asarray:
-        encode = jax.jit(encode, static_argnames="rule")
-    result = encode(to_array(w), rule=rule)
-    if kind == "mxfp4":
-        packed, scales = result.to_checkpoint()
-        codes = np.stack([np.asarray(packed) & 15, np.asarray(packed) >> 4], axis=-1).reshape(w.shape)
-        values = dequantize(result)
-    else:
-        elements, scales = result
-        codes, values = np.asarray(elements).view(np.uint8), mxfp8_dequantize(elements, scales)
-    zero = np.abs(w).reshape(*scales.shape, 32).max(axis=-1) == 0
-    np.testing.assert_array_equal(codes, want["codes"])
-    np.testing.assert_array_equal(np.asarray(values).astype(np.float64), want["values"])
-    np.testing.assert_array_equal(np.asarray(scales)[~zero], want["scales"][~zero])
-    assert (np.asarray(scales)[zero] == 0).all()
+    names = [name for name in data.files if name.removeprefix("w").isdigit()]
+
+    def blocks(suffix, width):
+        return np.concatenate([data[name + suffix].reshape(-1, width) for name in names])
+
+    w = blocks("", 32)
+    codes, scales, values = run(fp4_encode if kind == "mxfp4" else fp8_encode, to_array, w, rule)
+    np.testing.assert_array_equal(codes, blocks(f"_{kind}_{rule}_codes", 32))
+    np.testing.assert_array_equal(values.astype(np.float64), blocks(f"_{kind}_{rule}_values", 32))
+    zero = np.abs(w).max(axis=1) == 0  # whose scale bytes are free: ours are 0
+    np.testing.assert_array_equal(scales, np.where(zero[:, None], 0, blocks(f"_{kind}_{rule}_scales", 1)))
 
 
 def scalar_block(values: list[float], rule: str, grid: list[float], emax: int, fraction_bits: int) -> tuple[int, list]:
@@ -139,7 +153,8 @@ def scalar_block(values: list[float], rule: str, grid: list[float], emax: int, f
     for v in values:
         x = min(abs(Fraction(v)) / step, Fraction(grid[-1]))
         # The nearest of the format's values; of two equally near, the one with an even code.
-        code = min(range(len(grid)), key=lambda c: (abs(Fraction(grid[c]) - x), c % 2))
+        above = bisect.bisect_left(grid, x)
+        code = min({max(above - 1, 0), above}, key=lambda c: (abs(Fraction(grid[c]) - x), c % 2))
         out.append(math.copysign(float(Fraction(grid[code]) * step), v))
     return scale, out
 
@@ -158,18 +173,12 @@ def test_blocks_over_the_whole_float_range_encode_like_the_rational_oracle(eleme
     rng = np.random.default_rng(3)
     grid, emax, fraction_bits = FP8_GRIDS[elements]
     spread = np.exp2(rng.integers(-149, 127, (24, 1)).astype(float)) * rng.uniform(-2, 2, (24, 32))
-    ties = (
-        np.array(grid[:-1]) / 2 + np.array(grid[1:]) / 2
-    )  # between neighbours, in a block that holds the largest value
+    ties = np.array(grid[:-1]) / 2 + np.array(grid[1:]) / 2
     tied = np.resize(np.append(ties, grid[-1]), (math.ceil((len(ties) + 1) / 32), 32))
-    tied[:, 0] = grid[-1]
+    tied[:, 0] = grid[-1]  # so that the grid is the block's own
     w = np.concatenate([spread, tied, -tied * 2.0**-40]).astype(np.float32)
-    if elements == "e2m1":
-        packed = quantize(to_array(w), rule)
-        scales, values = packed.scales, dequantize(packed)
-    else:
-        codes, scales = mxfp8_quantize(to_array(w), rule, elements)
-        values = mxfp8_dequantize(codes, scales)
+    encode, settings = (fp4_encode, (rule,)) if elements == "e2m1" else (fp8_encode, (rule, elements))
+    _, scales, values = run(encode, to_array, w, *settings)
     for row in range(len(w)):
         scale, want = scalar_block(w[row].tolist(), rule, grid, emax, fraction_bits)
         assert int(scales[row, 0]) == scale
@@ -177,21 +186,21 @@ def test_blocks_over_the_whole_float_range_encode_like_the_rational_oracle(eleme
 
 
 @EACH_WAY
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_a_value_that_is_not_finite_makes_its_block_nan_and_no_other(to_array, bad):
     w = np.ones((2, 64), np.float32)
     w[1, 40] = bad
-    fp4, (elements, scales) = quantize(to_array(w)), mxfp8_quantize(to_array(w))
-    for block_scales, values in ((fp4.scales, dequantize(fp4)), (scales, mxfp8_dequantize(elements, scales))):
-        np.testing.assert_array_equal(np.asarray(block_scales) == 255, [[False, False], [False, True]])
-        np.testing.assert_array_equal(np.isnan(np.asarray(values)), np.repeat([[0, 0], [0, 1]], 32, axis=1))
+    for encode in (fp4_encode, fp8_encode):
+        _, scales, values = run(encode, to_array, w, "floor")
+        np.testing.assert_array_equal(scales == 255, [[False, False], [False, True]])
+        np.testing.assert_array_equal(np.isnan(values), np.repeat([[0, 0], [0, 1]], 32, axis=1))
 
 
 def test_values_above_the_largest_element_saturate_instead_of_becoming_nan():
     block = np.full((1, 32), 500.0, np.float32)  # floor keeps scale 1, and a bare cast of 500 to e4m3 is NaN
-    elements, scales = mxfp8_quantize(jnp.asarray(block), rule="floor")
-    assert int(scales[0, 0]) == 127
-    assert (np.asarray(elements).astype(np.float32) == 448).all()
+    _, scales, values = run(fp8_encode, jnp.asarray, block, "floor")
+    assert scales[0, 0] == 127
+    assert (values == 448).all()
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -205,11 +214,11 @@ def test_quantising_again_changes_no_value(rule):
 
 def test_fake_quantization_rounds_in_place_and_passes_gradients_through():
     x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 64)), jnp.bfloat16)
-    out, pull = jax.vjp(fake_quantize_mxfp8, x)
-    want = mxfp8_dequantize(*mxfp8_quantize(x, rule="ceil", elements="e4m3"))
+    out, gradient = jax.jit(lambda x: (fake_quantize_mxfp8(x), jax.vjp(fake_quantize_mxfp8, x)[1](x)[0]))(x)
+    want = mxfp8_dequantize(*mxfp8_quantize(np.asarray(x), rule="ceil", elements="e4m3"))
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(want))  # bfloat16 holds every e4m3 product
-    np.testing.assert_array_equal(np.asarray(pull(x)[0], np.float32), np.asarray(x, np.float32))
+    np.testing.assert_array_equal(np.asarray(out, np.float32), want)  # bfloat16 holds every e4m3 product
+    np.testing.assert_array_equal(np.asarray(gradient, np.float32), np.asarray(x, np.float32))
 
 
 @pytest.mark.parametrize(
@@ -248,10 +257,8 @@ def test_bytes_that_went_through_another_dtype_are_refused(which, dtype):
 
 @pytest.mark.parametrize("scale_shape", [(4, 4), (4, 1), (3, 2), (2,), (1, 4, 2)])
 def test_shapes_that_disagree_are_refused_with_both(scale_shape):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=rf"{re.escape('(4, 32)')}.*{re.escape(str(scale_shape))}"):
         MXFP4Array.from_checkpoint(np.zeros((4, 32), np.uint8), np.zeros(scale_shape, np.uint8))
-    assert "(4, 32)" in str(error.value)
-    assert str(scale_shape) in str(error.value)
 
 
 def test_a_nan_scale_is_reported_with_the_tensor_and_its_place():
@@ -276,10 +283,15 @@ def test_shape_is_logical_and_abstract_leaves_work():
 
 def test_stacked_arrays_slice_scan_and_vmap():
     layers = [random_mxfp4(6, 64, seed=seed) for seed in range(3)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    stacked = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *layers)
     want = np.stack([dequantize(layer) for layer in layers])
     assert stacked.shape == (3, 6, 64)
-    _, scanned = jax.lax.scan(lambda carry, layer: (carry, dequantize(layer)), None, stacked)
-    for got in (scanned, jax.vmap(dequantize)(stacked), jax.jit(dequantize)(stacked)):
+
+    @jax.jit
+    def three_ways(stacked):
+        _, scanned = jax.lax.scan(lambda carry, layer: (carry, dequantize(layer)), None, stacked)
+        sliced = [dequantize(jax.tree.map(lambda leaf, i=i: leaf[i], stacked)) for i in range(3)]
+        return scanned, jax.vmap(dequantize)(stacked), jnp.stack(sliced)
+
+    for got in three_ways(stacked):
         np.testing.assert_array_equal(np.asarray(got), want)
-    np.testing.assert_array_equal(np.asarray(dequantize(jax.tree.map(lambda leaf: leaf[1], stacked))), want[1])

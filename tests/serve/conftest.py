@@ -39,8 +39,14 @@ def model(config: ModelConfig) -> Transformer:
 
 
 @pytest.fixture(scope="session")
-def engine(model: Transformer) -> Engine:
-    return Engine(model, slots=3, max_context=96, prefill_chunk=8, max_top_logprobs=4)
+def compile_messages() -> list[str]:
+    """What the engine reported while it was built."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def engine(model: Transformer, compile_messages: list[str]) -> Engine:
+    return Engine(model, slots=3, max_context=96, prefill_chunk=8, max_top_logprobs=4, report=compile_messages.append)
 
 
 class TableEngine:

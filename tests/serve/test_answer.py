@@ -38,7 +38,9 @@ def stream(text: str, stops: tuple[str, ...]) -> tuple[list[str], bool]:
         ("a<|sep|>b", ("<|sep|>",), "a"),
     ],
 )
-def test_text_ends_before_the_stop_string_that_completes_first(text: str, stops: tuple[str, ...], expected: str) -> None:
+def test_text_ends_before_the_stop_string_that_completes_first(
+    text: str, stops: tuple[str, ...], expected: str
+) -> None:
     pieces, stopped = stream(text, stops)
     assert "".join(pieces) == expected
     assert stopped == (expected != text)
@@ -70,7 +72,9 @@ def test_an_incomplete_code_point_at_the_end_becomes_a_replacement() -> None:
     assert out.finish() == "\ufffd"
 
 
-def answer(tokens: list[int], *, stops: tuple[str, ...] = (), finish: str = "length", logprobs: int | None = 1) -> Answer:
+def answer(
+    tokens: list[int], *, stops: tuple[str, ...] = (), finish: str = "length", logprobs: int | None = 1
+) -> Answer:
     request = Request(
         key="k", prompt=(1,), max_tokens=50, sampling=Sampling(), stop_ids=frozenset({257}), top_logprobs=logprobs
     )

@@ -29,7 +29,9 @@ def reply(prompt: bytes) -> bytes | None:
 @pytest.fixture
 def serve(table_engine, tmp_path: Path) -> Callable[..., Summary]:
     def run(lines: list[str | bytes], *, stop_after: int | None = None) -> Summary:
-        (tmp_path / "in.jsonl").write_bytes(b"".join((x if isinstance(x, bytes) else x.encode()) + b"\n" for x in lines))
+        (tmp_path / "in.jsonl").write_bytes(
+            b"".join((x if isinstance(x, bytes) else x.encode()) + b"\n" for x in lines)
+        )
         path = tmp_path / "out.jsonl"
         stopping = (lambda: path.read_bytes().count(b"\n") >= stop_after) if stop_after is not None else (lambda: False)
         with OutputFile(path) as output, make_progress(Console(file=io.StringIO())) as progress:
@@ -121,7 +123,9 @@ MANY = [line(f"id{i}", f"prompt {i}", max_tokens=3 + i % 20) for i in range(40)]
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 17, 39])
-@pytest.mark.parametrize("torn", [b"", b'{"id": "batch_req_12', b"{", b'{"id": "batch_req_1", "custom_id": "id39", "resp'])
+@pytest.mark.parametrize(
+    "torn", [b"", b'{"id": "batch_req_12', b"{", b'{"id": "batch_req_1", "custom_id": "id39", "resp']
+)
 def test_an_interrupted_batch_resumes_without_loss_or_repetition(serve, records, tmp_path, stop_after, torn) -> None:
     summary = serve(MANY, stop_after=stop_after)
     assert summary.interrupted
@@ -140,7 +144,9 @@ def test_a_signal_also_ends_a_run_of_bad_lines(serve, records) -> None:
     assert serve(["{"] * 50).failed == 47
 
 
-@pytest.mark.parametrize("content", [b"notes\n", b'{"custom_id": "a"}\n', b"notes without an end", b'{"id": "batch_req_x"\n'])
+@pytest.mark.parametrize(
+    "content", [b"notes\n", b'{"custom_id": "a"}\n', b"notes without an end", b'{"id": "batch_req_x"\n']
+)
 def test_a_file_that_is_no_result_is_left_alone(tmp_path, content: bytes) -> None:
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
@@ -150,9 +156,8 @@ def test_a_file_that_is_no_result_is_left_alone(tmp_path, content: bytes) -> Non
 
 
 def test_two_runs_cannot_write_one_output(tmp_path) -> None:
-    with OutputFile(tmp_path / "out.jsonl"):
-        with pytest.raises(ConfigError, match="another process is writing it"):
-            OutputFile(tmp_path / "out.jsonl")
+    with OutputFile(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="another process is writing it"):
+        OutputFile(tmp_path / "out.jsonl")
 
 
 def test_an_output_that_got_no_record_is_not_left_behind(tmp_path) -> None:
@@ -162,9 +167,11 @@ def test_an_output_that_got_no_record_is_not_left_behind(tmp_path) -> None:
 
 
 def test_show_prints_prompts_with_completions_in_input_order(serve, tmp_path) -> None:
-    serve([line("b", "second [bold]", max_tokens=20), "{oops", line("a", "first"), line("c", "x", n=3)])
+    lines = [line("b", "second [bold]", max_tokens=20), "{oops", line("a", list(b"first")), line("c", "x", n=3)]
+    serve([*lines, line("a", "repeated")])
     console = Console(file=io.StringIO(), width=100)
-    show(tmp_path / "in.jsonl", tmp_path / "out.jsonl", console)
+    show(tmp_path / "in.jsonl", tmp_path / "out.jsonl", console, tokenizer=Tokenizer.bytes())
     text = console.file.getvalue()
     assert "second [bold]SECOND [BOLD]!" in text
     assert text.index("second") < text.index("firstFIRST!") < text.index("n = 3 is not supported")
+    assert "repeated" not in text

@@ -11,19 +11,18 @@ from k3jax.serve.engine import Engine
 from k3jax.serve.sampler import Sampling
 from k3jax.serve.scheduler import Event, Request, Scheduler
 
-RNG = np.random.default_rng(1)
 LENGTHS = (1, 7, 8, 9, 16, 17, 40, 90)  # around one and two chunks of 8, and up to the context of 96
 
 
-def prompt(length: int) -> tuple[int, ...]:
-    return tuple(RNG.integers(0, 512, length).tolist())
+def prompt(index: int, length: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng((index, length)).integers(0, 512, length).tolist())
 
 
 def requests(lengths=LENGTHS, *, top_logprobs: int | None = None, **sampling) -> list[Request]:
     return [
         Request(
             key=f"{i}",
-            prompt=prompt(length),
+            prompt=prompt(i, length),
             max_tokens=6,
             sampling=Sampling(**{"seed": i, **sampling}),
             stop_ids=frozenset(),
@@ -71,12 +70,16 @@ def test_logprobs_and_greedy_choices_equal_the_full_forward_pass(engine, model) 
             assert event.token == expected.argmax()
             assert abs(event.logprobs.logprob - expected[event.token]) < 1e-4
             assert [token for token, _ in event.logprobs.top] == np.argsort(-expected)[:3].tolist()
-            np.testing.assert_allclose([value for _, value in event.logprobs.top], np.sort(expected)[::-1][:3], atol=1e-4)
+            np.testing.assert_allclose(
+                [value for _, value in event.logprobs.top], np.sort(expected)[::-1][:3], atol=1e-4
+            )
 
 
 def test_draws_do_not_depend_on_batch_mates_order_or_slots(engine) -> None:
     submitted = [
-        dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, top_p=top_p, temperature=temperature))
+        dataclasses.replace(
+            request, sampling=dataclasses.replace(request.sampling, top_p=top_p, temperature=temperature)
+        )
         for request, top_p, temperature in zip(requests(), [1, 0.8, 1, 0.5] * 2, [1.0, 0.7, 1.5, 1.0] * 2, strict=True)
     ]
     together = tokens(run(engine, submitted))
@@ -127,6 +130,16 @@ def test_slots_without_a_token_stay_bit_equal(engine) -> None:
         np.testing.assert_array_equal(old, new)
 
 
+def test_the_pool_is_updated_in_place(engine) -> None:
+    for step in (
+        lambda: engine.prefill(1, [5, 6], Sampling(), fresh=True, logprobs=False),
+        lambda: engine.decode(np.zeros(3, np.int32), np.ones(3, bool), logprobs=False),
+    ):
+        before = jax.tree.leaves(engine._cache)
+        step()
+        assert all(leaf.is_deleted() for leaf in before)
+
+
 @pytest.mark.parametrize("slot", [-1, 3])
 def test_a_slot_that_does_not_exist_is_refused_not_clipped(engine, slot: int) -> None:
     before = jax.device_get(engine._cache)
@@ -135,10 +148,10 @@ def test_a_slot_that_does_not_exist_is_refused_not_clipped(engine, slot: int) ->
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(engine._cache))
 
 
-def test_both_programs_are_compiled_before_the_first_request(model) -> None:
-    messages: list[str] = []
-    engine = Engine(model, slots=3, max_context=96, prefill_chunk=8, max_top_logprobs=4, report=messages.append)
-    assert messages == ["compiling prefill [1, 8]", "compiling decode [3, 1]"]
-    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "jit", None)  # a new program would need it
-        run(engine, requests((3, 20), temperature=0.5))
+def test_both_programs_are_compiled_before_the_first_request(engine, compile_messages, caplog) -> None:
+    assert compile_messages == ["compiling prefill [1, 8]", "compiling decode [3, 1]"]
+    with jax.log_compiles():
+        run(engine, requests((3, 20), temperature=0.5, top_p=0.9, top_k=4))
+        assert not [record.getMessage() for record in caplog.records if "ompiling" in record.getMessage()]
+        jax.jit(lambda x: x * 3 + 1)(jnp.ones(7))  # what the line above would have caught
+        assert [record.getMessage() for record in caplog.records if "ompiling" in record.getMessage()]

@@ -35,7 +35,12 @@ def test_a_full_request() -> None:
     request = completion.request
     assert request.prompt == tuple("héy".encode())
     assert (request.key, request.max_tokens, request.top_logprobs) == ("a", 7, 2)
-    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k, request.sampling.seed) == (0.5, 0.9, 4, -3)
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k, request.sampling.seed) == (
+        0.5,
+        0.9,
+        4,
+        -3,
+    )
     assert (completion.stops, request.stop_ids) == (("x", "yz"), {257, 258})
 
 
@@ -81,7 +86,11 @@ def test_a_text_prompt_holds_no_specials() -> None:
         ({"prompt": [512]}, "prompt", "token id 512 is outside the vocabulary of 512"),
         ({"prompt": ["a", "b"]}, "prompt", "holds 2 prompts: write one line for each"),
         ({"prompt": [[1], [2]]}, "prompt", "holds 2 prompts: write one line for each"),
-        ({"prompt": "x" * 32}, "prompt", "context holds 32 tokens, but the prompt has 32 and max_tokens asks for 5 more"),
+        (
+            {"prompt": "x" * 32},
+            "prompt",
+            "context holds 32 tokens, but the prompt has 32 and max_tokens asks for 5 more",
+        ),
         ({"prompt": "x" * 30, "max_tokens": 3}, "max_tokens", "the prompt has 30 and max_tokens asks for 3 more"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens = 0: must be a whole number of at least 1"),
         ({"prompt": "x", "max_tokens": "9"}, "max_tokens", 'max_tokens = "9": must be'),

@@ -60,7 +60,11 @@ def test_a_row_draws_the_same_whatever_the_other_rows_do() -> None:
 def test_keys_depend_on_seed_and_position_only() -> None:
     seeds = [0, 1, -1, 2**32, 2**32 + 1, 2**63 - 1, -(2**63)]
     rows = SamplingRows.of([Sampling(seed=seed) for seed in seeds])
-    keys = {tuple(jax.random.key_data(row_keys(rows, jnp.full(len(seeds), p)))[i].tolist()) for p in range(3) for i in range(7)}
+    keys = {
+        tuple(jax.random.key_data(row_keys(rows, jnp.full(len(seeds), p)))[i].tolist())
+        for p in range(3)
+        for i in range(7)
+    }
     assert len(keys) == 3 * len(seeds)
     expected = jax.random.fold_in(jax.random.key(1), 2)
     assert (row_keys(rows, jnp.full(len(seeds), 2))[1] == expected).all()

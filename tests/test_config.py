@@ -1,0 +1,176 @@
+"""Recipes become typed configs, and every mistake in one is a single line that names it."""
+
+import dataclasses
+
+import pytest
+import yaml
+
+from k3jax.config import (
+    CONFIG_DIR,
+    ConfigError,
+    KDAConfig,
+    ModelConfig,
+    MoEConfig,
+    ServeRun,
+    TrainRun,
+    load_model_config,
+    load_run,
+    to_yaml,
+)
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """recipe(text) writes a YAML file and returns its path."""
+
+    def write(text: str):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def refused(call, *arguments) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_k3_is_the_release():
+    assert load_model_config("k3") == ModelConfig()
+
+
+def test_k3_spells_out_every_number():
+    written = yaml.safe_load((CONFIG_DIR / "models/k3.yaml").read_text())
+    expected = dataclasses.asdict(ModelConfig())
+    assert written.keys() == expected.keys()
+    for part in ("kda", "mla", "moe"):
+        assert written[part].keys() == expected[part].keys()
+
+
+def test_the_release_has_its_layers_where_they_are():
+    config = load_model_config("k3")
+    kinds = [config.layer_kind(layer) for layer in range(config.num_layers)]
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"kda_dense": 1, "kda_moe": 68, "mla_moe": 24}
+    assert [layer for layer, kind in enumerate(kinds) if kind == "mla_moe"][-3:] == [87, 91, 92]
+    assert config.num_snapshots == 8
+    assert config.moe.shared_width == 6144
+
+
+@pytest.mark.parametrize("path", sorted((CONFIG_DIR / "models").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_model_recipe_is_valid_and_named_after_its_file(path):
+    assert load_model_config(path.stem).name == path.stem
+
+
+def test_a_recipe_is_sparse_over_the_defaults(recipe):
+    run = load_run(TrainRun, recipe("model: k3_tiny\nsteps: 7\ndata: {seq_len: 64}\n"))
+    assert (run.steps, run.data.seq_len, run.data.batch_size) == (7, 64, TrainRun().data.batch_size)
+    assert run.model == load_model_config("k3_tiny")
+
+
+def test_a_named_model_can_be_refined(recipe):
+    run = load_run(TrainRun, recipe("model: {base: k3_tiny, width: 64, moe: {top_k: 1}}\n"))
+    tiny = load_model_config("k3_tiny")
+    assert run.model == dataclasses.replace(tiny, width=64, moe=dataclasses.replace(tiny.moe, top_k=1))
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "expected"),
+    [
+        ("steps=3", lambda run: run.steps, 3),
+        ("optimizer.learning_rate=1e-3", lambda run: run.optimizer.learning_rate, 1e-3),
+        ("optimizer.learning_rate=1", lambda run: run.optimizer.learning_rate, 1.0),
+        ("model.kda.num_heads=4", lambda run: run.model.kda.num_heads, 4),
+        ("model.mla_layers=[1, 8]", lambda run: run.model.mla_layers, (1, 8)),
+        ("model=k3_tiny", lambda run: run.model.width, 96),
+        ("run_dir=runs/a=b", lambda run: run.run_dir, "runs/a=b"),
+    ],
+)
+def test_overrides_win_over_the_recipe(recipe, override, read, expected):
+    run = load_run(TrainRun, recipe("model: k3_tiny\nsteps: 7\n"), [override])
+    assert read(run) == expected
+
+
+def test_the_resolved_config_reads_back_equal(recipe):
+    run = load_run(TrainRun, recipe("model: k3_tiny\nmesh: {data: 2}\n"), ["seed=5"])
+    assert load_run(TrainRun, recipe(to_yaml(run))) == run
+
+
+def test_numbers_in_scientific_notation_are_numbers(recipe):
+    """YAML 1.1 reads 1e-5 as a string; a float field takes it."""
+    assert (
+        load_run(TrainRun, recipe("model: k3_tiny\noptimizer: {learning_rate: 1e-5}\n")).optimizer.learning_rate == 1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stesp: 3", "unknown key stesp; did you mean steps?"),
+        ("data: {sequence_len: 3}", "unknown key data.sequence_len; did you mean seq_len?"),
+        ("model: {base: k3_tiny, kda: {num_head: 3}}", "unknown key model.kda.num_head; did you mean num_heads?"),
+        ("model: {base: k3_tiny, zzz: 3}", "unknown key model.zzz; valid keys: name, vocab_size, width"),
+        ("model: k3_tinny", "model = k3_tinny: no such model; did you mean k3_tiny?"),
+        ("model: {base: k3_tinny}", "model = k3_tinny: no such model; did you mean k3_tiny?"),
+        ("model: k3_tiny\nsteps: many", "steps: "),
+        ("model: k3_tiny\nsteps: 1.5", "steps: "),
+        ("model: k3_tiny\nsteps: [1]", "steps: "),
+        ("model: {base: k3_tiny, width: wide}", "model.width: "),
+        ("model: {base: k3_tiny, quantized_experts: maybe}", "model.quantized_experts: "),
+        ("model: k3_tiny\nsteps: 0", "steps = 0: must be at least 1"),
+        ("model: k3_tiny\nstack: scann", "stack = scann: one of scan, loop"),
+        ("model: k3_tiny\naccumulate: 3", "data.batch_size = 4 is not a multiple of accumulate = 3"),
+        ("- a\n- b", "must be a mapping of keys to values"),
+        ("a: [1\nb: 2", "line 2: not valid YAML"),
+    ],
+)
+def test_a_mistake_in_a_recipe_is_named(recipe, text, message):
+    assert message in refused(load_run, TrainRun, recipe(text))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps", "override 'steps': write key=value"),
+        ("stesp=1", "command line: unknown key stesp; did you mean steps?"),
+        ("steps=many", "command line: steps: "),
+        ("steps=[1", "override 'steps=[1': the value is not valid YAML"),
+        ("model.kda.num_head=1", "unknown key model.kda.num_head; did you mean num_heads?"),
+        ("steps.deep=1", "steps"),
+    ],
+)
+def test_a_mistake_in_an_override_is_named(recipe, override, message):
+    assert message in refused(load_run, TrainRun, recipe("model: k3_tiny"), [override])
+
+
+def test_a_missing_recipe_is_named(tmp_path):
+    assert refused(load_run, ServeRun, tmp_path / "none.yaml") == f"config {tmp_path / 'none.yaml'}: no such file"
+    assert "cannot be read" in refused(load_run, ServeRun, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layers": 0}, "num_layers = 0: must be at least 1"),
+        ({"num_layers": 50}, "mla_layers names layer [51], but num_layers = 50"),
+        ({"mla_layers": (-1,)}, "mla_layers names layer [-1]"),
+        ({"mla_layers": (3, 3)}, "mla_layers names a layer twice"),
+        ({"attn_res_block": 0}, "attn_res_block = 0"),
+        ({"num_dense_layers": 94}, "num_dense_layers = 94: must lie in 0..num_layers = 93"),
+        ({"moe": MoEConfig(top_k=897)}, "moe.top_k = 897: num_experts is 896"),
+        ({"moe": MoEConfig(latent_width=100)}, "moe.latent_width = 100: MXFP4 experts need a multiple of 32"),
+        ({"moe": MoEConfig(expert_width=100)}, "moe.expert_width = 100: MXFP4 experts need a multiple of 32"),
+        ({"kda": KDAConfig(gate_lower_bound=0.5)}, "kda.gate_lower_bound = 0.5"),
+        ({"kda": KDAConfig(a_log_length=95)}, "kda.a_log_length = 95: at least kda.num_heads = 96"),
+        ({"dtype": "float16"}, "dtype = float16: one of bfloat16, float32, float64"),
+    ],
+)
+def test_numbers_that_describe_no_k3_are_refused(change, message):
+    assert message in refused(dataclasses.replace(ModelConfig(), **change).validate)
+
+
+def test_float_experts_need_no_multiple_of_32():
+    config = dataclasses.replace(ModelConfig(), quantized_experts=False, moe=MoEConfig(latent_width=100))
+    assert config.validate() is config
