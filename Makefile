@@ -24,16 +24,17 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 
 # The TPU compiler, for `make aot` only.
 $(VENV)/.installed-aot: $(VENV)/.installed
-	@$(PY) -m pip install --quiet --disable-pip-version-check -c requirements.lock -e '.[aot]'
+	@$(PY) -m pip install -qq --disable-pip-version-check -c requirements.lock -e '.[aot]'
 	@touch $@
 
 # Large XLA temporaries are returned to the system and faulted in again at every step unless glibc is told to keep them.
 KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=30000000000 GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
+# Interrupted or run again, it continues: the training run at its last checkpoint, the prompts at the first without an answer.
 demo: setup  ## train a tiny K3 on this Python's standard library, then complete prompts with it
-	$(KEEP_MEMORY) JAX_PLATFORMS=cpu $(PY) train.py --config configs/train/tiny_cpu.yaml
+	$(KEEP_MEMORY) JAX_PLATFORMS=cpu $(PY) train.py --config configs/train/tiny_cpu.yaml run_dir=runs/demo
 	JAX_PLATFORMS=cpu $(PY) serve.py --config configs/serve/tiny_cpu.yaml --checkpoint runs/demo \
-		--input examples/prompts.jsonl --output runs/demo/completions.jsonl
+		--input examples/prompts.jsonl --output runs/demo/completions.jsonl --show
 
 test: setup  ## the CPU test suite
 	$(PY) -m pytest
@@ -45,4 +46,4 @@ lint: setup  ## formatting, style, import rules, types
 	$(PY) -m mypy
 
 aot: $(VENV)/.installed-aot  ## compile for TPU topologies, without a TPU
-	$(PY) -m pytest -n 0 -m aot -s
+	XLA_FLAGS= $(PY) -m pytest -n 0 -m aot -s

@@ -25,14 +25,15 @@ The same command continues a run that was stopped or killed. Exit codes: 0 done,
 def parse() -> argparse.Namespace:
     """The command line."""
     defaults = TrainRun()
-    keys = {field.name: getattr(defaults, field.name) for field in dataclasses.fields(defaults) if field.name != "model"}
+    names = [field.name for field in dataclasses.fields(defaults) if field.name != "model"]
+    keys = {name: getattr(defaults, name) for name in names}
     listing = "".join(f"  {line}\n" for line in to_yaml(keys).splitlines())
     parser = argparse.ArgumentParser(
         description=__doc__.partition(";")[0] + ".",
         epilog=EPILOG.format(keys=listing, note="`model` names a file of configs/models, `model.KEY` refines it"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the recipe, such as configs/train/tiny_cpu.yaml")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the recipe: a file of configs/train, or yours")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a key of the recipe")
     return parser.parse_intermixed_args()
 

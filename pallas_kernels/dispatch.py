@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 ALIASES = {"chunked": "xla"}
-NAMES = ("reference", "xla", "tpu", "gpu")
+NAMES = ("reference", "xla", "blocked", "tpu", "gpu")
 BY_PLATFORM = {"cpu": "xla", "gpu": "xla", "cuda": "xla", "rocm": "xla", "tpu": "xla"}
 
 _log = logging.getLogger("pallas_kernels")

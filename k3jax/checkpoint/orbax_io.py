@@ -97,7 +97,7 @@ def list_steps(folder: Path) -> list[int]:
 
 
 def find_step(path: Path) -> Path | None:
-    """The newest step's folder of `path`: a run, its `checkpoints`, or a step itself; None where it is none of these."""
+    """The newest step's folder of `path`: a run, its `checkpoints`, or a step itself; None where it has none."""
     if (path / WEIGHTS).is_dir():
         return path
     for folder in (path / CHECKPOINTS, path):

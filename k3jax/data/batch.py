@@ -27,10 +27,16 @@ from k3jax.text import Tokenizer
 class Batch:
     """Rows of packed documents; see `PackedRows` for what a row holds."""
 
-    tokens: Int[Array | np.ndarray, "B T"]
-    targets: Int[Array | np.ndarray, "B T"]
-    segment_ids: Int[Array | np.ndarray, "B T"]
-    loss_mask: Bool[Array | np.ndarray, "B T"]
+    tokens: Int[Array, "B T"]
+    targets: Int[Array, "B T"]
+    segment_ids: Int[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]
+
+    @classmethod
+    def shapes(cls, rows: int, seq_len: int) -> Batch:
+        """A batch of shapes, to compile for."""
+        ids: Any = jax.ShapeDtypeStruct((rows, seq_len), np.int32)
+        return cls(tokens=ids, targets=ids, segment_ids=ids, loss_mask=ids.update(dtype=np.bool_))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,5 +112,6 @@ def _pack(documents: list[np.ndarray], config: DataConfig, tokenizer: Tokenizer)
     return PackedRows(stream=stream, seq_len=config.seq_len)
 
 
-def _stack(rows: list[dict[str, np.ndarray]]) -> Batch:
-    return Batch(**{key: np.stack([row[key] for row in rows]) for key in rows[0]})
+def _stack(rows: list[dict[str, Any]]) -> Batch:
+    columns: dict[str, Any] = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+    return Batch(**columns)

@@ -25,6 +25,6 @@ class FFN(nnx.Module):
         self.beta, self.linear_beta = config.situ_beta, config.situ_linear_beta
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = project("btd,df->btf", x, self.gate), project("btd,df->btf", x, self.up)
+        gate, up = project(x, self.gate), project(x, self.up)
         hidden = situ_glu(gate, up, beta=self.beta, linear_beta=self.linear_beta)
-        return project("btf,fd->btd", hidden, self.down)
+        return project(hidden, self.down)

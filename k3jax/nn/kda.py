@@ -54,10 +54,10 @@ class KDA(nnx.Module):
         `length` (tokens seen so far) is what MLA needs beside its cache; a recurrent state does not.
         """
         state, history = (None, None) if cache is None else cache
-        qkv = jnp.concatenate([self._flat(project("btd,dhk->bthk", x, w)) for w in (self.q, self.k, self.v)], axis=-1)
+        qkv = jnp.concatenate([self._flat(project(x, w)) for w in (self.q, self.k, self.v)], axis=-1)
         taps = jnp.concatenate([w.get_value().reshape(-1, w.shape[-1]) for w in (self.q_conv, self.k_conv, self.v_conv)])
-        gate = project("btk,khc->bthc", project("btd,dk->btk", x, self.decay_down), self.decay_up)
-        beta = jax.nn.sigmoid(project("btd,dh->bth", x, self.beta).astype(island(x.dtype)))
+        gate = project(project(x, self.decay_down), self.decay_up)
+        beta = jax.nn.sigmoid(project(x, self.beta).astype(island(x.dtype)))
         step = self._one_token if cache is not None and x.shape[1] == 1 else self._sequence
         o, state, history = step(qkv, taps, gate, beta, state, history, segment_ids)
         return self._output(x, o), (state, history)
@@ -85,9 +85,9 @@ class KDA(nnx.Module):
     def _output(self, x: Float[Array, "B T D"], o: Float[Array, "B T H V"]) -> Float[Array, "B T D"]:
         """RMS norm per head, then weight, then sigmoid gate, then the output projection."""
         wide = island(x.dtype)
-        gate = jax.nn.sigmoid(project("btd,dhk->bthk", x, self.out_gate).astype(wide))
+        gate = jax.nn.sigmoid(project(x, self.out_gate).astype(wide))
         normed = rms_normalise(o, eps=self.norm_eps) * cast(self.out_norm, wide)
-        return project("bthk,hkd->btd", (normed * gate).astype(x.dtype), self.out)
+        return project((normed * gate).astype(x.dtype), self.out, dims=2)
 
     def _heads(self, qkv: Float[Array, "*b C"]) -> list[Float[Array, "*b H K"]]:
         h, k = self.a_log.shape[-1], self.out_norm.shape[-1]

@@ -39,7 +39,6 @@ def batch_loss(
         jnp.pad(mask, (0, pad)).reshape(-1, size),
     )
 
-    @jax.checkpoint
     def piece_loss(piece: tuple[Array, Array, Array]) -> Float[Array, ""]:
         hidden, labels, mask = piece
         logits = model.logits(hidden)
@@ -47,5 +46,8 @@ def batch_loss(
         picked = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == labels[:, None], logits, 0.0), axis=-1)
         return jnp.sum(jnp.where(mask, jax.nn.logsumexp(logits, axis=-1) - picked, 0.0))
 
-    total = jnp.sum(jax.lax.map(piece_loss, pieces)) if len(pieces[1]) > 1 else piece_loss(jax.tree.map(lambda x: x[0], pieces))
+    if labels.shape[0] <= chunk:
+        total = piece_loss(jax.tree.map(lambda x: x[0], pieces))
+    else:
+        total = jnp.sum(jax.lax.map(jax.checkpoint(piece_loss), pieces))
     return total, jnp.sum(mask.astype(jnp.float32))

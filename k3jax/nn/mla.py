@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from k3jax.config import ModelConfig
 from k3jax.nn.norm import RMSNorm
-from k3jax.nn.param import island, matmul_precision, normal, project
+from k3jax.nn.param import cast, island, matmul_precision, normal, project
 
 QUERY_CHUNK = 512  # queries whose [chunk, S] scores exist at one time
 
@@ -48,7 +48,7 @@ class MLA(nnx.Module):
 
         With a `cache`, whose first `length` tokens of each row are in use, the new tokens are appended and attend to it.
         """
-        q = project("btr,rhc->bthc", self.q_norm(project("btd,dr->btr", x, self.q_down)), self.q_up)
+        q = project(self.q_norm(project(x, self.q_down)), self.q_up)
         latent = self._latent(x)
         if cache is None:
             mask = _same_segment_and_earlier(segment_ids, x.shape[1])
@@ -56,43 +56,42 @@ class MLA(nnx.Module):
             latent, mask = _append(latent, segment_ids, cache, length)
         attend = self._absorbed if cache is not None and x.shape[1] == 1 else self._expanded
         o = attend(q, latent, mask)
-        gate = jax.nn.sigmoid(project("btd,dhv->bthv", x, self.out_gate))
-        return project("bthv,hvd->btd", o.astype(x.dtype) * gate, self.out), latent
+        gate = jax.nn.sigmoid(project(x, self.out_gate))
+        return project(o.astype(x.dtype) * gate, self.out, dims=2), latent
 
     def _latent(self, x: Float[Array, "B T D"]) -> Float[Array, "B T R"]:
         """[normed latent | extra key]: only the first kv_rank values are normed."""
-        down = project("btd,dr->btr", x, self.kv_down)
+        down = project(x, self.kv_down)
         return jnp.concatenate([self.kv_norm(down[..., : self.kv_rank]), down[..., self.kv_rank :]], axis=-1)
 
     def _expanded(
         self, q: Float[Array, "B T H C"], latent: Float[Array, "B S R"], mask: Bool[Array, "b T S"]
     ) -> Float[Array, "B T H V"]:
-        """Training and prefill: keys and values per head, a chunk of queries at a time."""
-        k = project("bsr,rhn->bshn", latent[..., : self.kv_rank], self.k_up)
-        v = project("bsr,rhv->bshv", latent[..., : self.kv_rank], self.v_up)
-        extra = latent[..., self.kv_rank :]
+        """Training and prefill: keys and values per head, heads first, a chunk of queries at a time."""
+        k, v = (project(latent[..., : self.kv_rank], w).swapaxes(1, 2) for w in (self.k_up, self.v_up))
+        extra = latent[:, None, :, self.kv_rank :]
+        k = jnp.concatenate([k, jnp.broadcast_to(extra, (*k.shape[:3], extra.shape[-1]))], axis=-1)
 
-        def attend(q: Float[Array, "B C H K"], mask: Bool[Array, "b C S"]) -> Float[Array, "B C H V"]:
-            scores = _dot("bthn,bshn->bhts", q[..., : self.nope_dim], k)
-            scores += _dot("bthe,bse->bhts", q[..., self.nope_dim :], extra)
-            return _dot("bhts,bshv->bthv", _softmax(scores * self.scale, mask).astype(v.dtype), v)
+        def attend(q: Float[Array, "B H C K"], mask: Bool[Array, "b C S"]) -> Float[Array, "B H C V"]:
+            weights = _softmax(_dot("bhtk,bhsk->bhts", q, k) * self.scale, mask)
+            return _dot("bhts,bhsv->bhtv", weights.astype(v.dtype), v)
 
-        length = q.shape[1]
-        if length <= QUERY_CHUNK:
-            return attend(q, mask)
-        spans = range(0, length, QUERY_CHUNK)
+        q = q.swapaxes(1, 2)
+        if q.shape[2] <= QUERY_CHUNK:
+            return attend(q, mask).swapaxes(1, 2)
+        spans = [slice(i, i + QUERY_CHUNK) for i in range(0, q.shape[2], QUERY_CHUNK)]
         remat = jax.checkpoint(attend)
-        return jnp.concatenate([remat(q[:, i : i + QUERY_CHUNK], mask[:, i : i + QUERY_CHUNK]) for i in spans], axis=1)
+        return jnp.concatenate([remat(q[:, :, span], mask[:, span]) for span in spans], axis=2).swapaxes(1, 2)
 
     def _absorbed(
         self, q: Float[Array, "B T H C"], latent: Float[Array, "B S R"], mask: Bool[Array, "b T S"]
     ) -> Float[Array, "B T H V"]:
         """Decode: the up-projections move to the query and output side, keys and values are the latents themselves."""
-        q_latent = project("bthn,rhn->bthr", q[..., : self.nope_dim], self.k_up)
+        q_latent = _dot("bthn,rhn->bthr", q[..., : self.nope_dim], cast(self.k_up, q.dtype)).astype(q.dtype)
         query = jnp.concatenate([q_latent, q[..., self.nope_dim :]], axis=-1)
         weights = _softmax(_dot("bthr,bsr->bhts", query, latent) * self.scale, mask)
         context = _dot("bhts,bsr->bthr", weights.astype(latent.dtype), latent[..., : self.kv_rank])
-        return project("bthr,rhv->bthv", context.astype(q.dtype), self.v_up)
+        return _dot("bthr,rhv->bthv", context.astype(q.dtype), cast(self.v_up, q.dtype))
 
 
 def _dot(spec: str, a: Array, b: Array) -> Array:

@@ -31,7 +31,7 @@ class Router(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
         """Expert ids and weights (float32, sum `scaling_factor`) of each token; bf16 scores would flip choices."""
         wide = island(x.dtype)
-        scores = jax.nn.sigmoid(project("btd,de->bte", x.astype(wide), self.weight))
+        scores = jax.nn.sigmoid(project(x.astype(wide), self.weight))
         choice = jax.lax.stop_gradient(scores) + cast(self.bias, wide)
         experts = jax.lax.top_k(choice, self.top_k)[1].astype(jnp.int32)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
@@ -60,9 +60,9 @@ class LatentMoE(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
         """Returns the output and the chosen expert ids; tokens that are not `valid` take no expert's time."""
         experts, weights = self.router(x)
-        latent = project("btd,dl->btl", x, self.down)
+        latent = project(x, self.down)
         mixed = self.norm(self._routed(latent, experts, weights, valid))
-        return project("btl,ld->btd", mixed, self.up) + self.shared(x), experts
+        return project(mixed, self.up) + self.shared(x), experts
 
     def _routed(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -98,6 +99,12 @@ def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize >= 4 else None
 
 
-def project(spec: str, x: Float[Array, "..."], weight: nnx.Variable) -> Float[Array, "..."]:
-    """Contract `x` with a weight cast to x's dtype."""
-    return jnp.einsum(spec, x, cast(weight, x.dtype), precision=matmul_precision(x.dtype))
+def project(x: Float[Array, "..."], weight: nnx.Variable, *, dims: int = 1) -> Float[Array, "..."]:
+    """Contract the last `dims` dims of `x` with the first of a weight cast to x's dtype.
+
+    Written as one matrix product: the gradients of a product of more dims transpose whole activations on a CPU.
+    """
+    lead, matrix = x.shape[: x.ndim - dims], cast(weight, x.dtype)
+    width = math.prod(x.shape[x.ndim - dims :])
+    product = jnp.matmul(x.reshape(-1, width), matrix.reshape(width, -1), precision=matmul_precision(x.dtype))
+    return product.reshape(*lead, *matrix.shape[dims:])

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 import yaml
-from flax import nnx
 
 import k3jax
 from k3jax.checkpoint.orbax_io import (
@@ -44,8 +43,8 @@ from k3jax.train.step import TrainState, init_state, make_eval_step, make_train_
 DONE, DIVERGED, PREEMPTED = 0, 1, 75  # exit codes of train.py
 CONFIG_FILE = "config.yaml"
 # What may change when a run is continued: none of these touches the order of the data or the size of an update.
-MAY_CHANGE = {"run_dir", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "stack", "remat", "init_from"}
-MAY_CHANGE |= {"loss_chunk", "mesh", "data.workers", "data.eval_rows"}
+MAY_CHANGE = {"run_dir", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "init_from"}
+MAY_CHANGE |= {"stack", "remat", "loss_chunk", "mesh", "data.workers", "data.eval_rows"}
 
 
 def train(run: TrainRun) -> int:
@@ -63,9 +62,10 @@ def train(run: TrainRun) -> int:
         raise ConfigError(f"model.vocab_size = {run.model.vocab_size}: the tokenizer has {tokenizer.vocab_size} ids")
     corpus = load_corpus(run.data, tokenizer)
     batches = BatchIterator(corpus.train, run.data, host=jax.process_index(), hosts=jax.process_count())
+    eval_batches = corpus.eval_batches(run.data, batch_size=_micro_rows(run)) if run.eval_every else []
     display.message(f"data: {_describe(corpus)}")
 
-    # ---- model and optimizer, as an earlier process left them or new ---------------------------------------------------
+    # ---- model and optimizer, as an earlier process left them or new -------------------------------------------------
     skeleton = jax.eval_shape(lambda: _random_model(run))
     params, _, rest = split_model(skeleton)
     optimizer = make_optimizer(run.optimizer, params, steps=run.steps)
@@ -73,7 +73,7 @@ def train(run: TrainRun) -> int:
     if state is None:
         state = init_state(_initial_model(run), optimizer)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    display.message(f"model: {run.model.name}, {size:,} parameters, {run.model.num_layers} layers on {jax.devices()[0]}")
+    display.message(f"model: {run.model.name}, {run.model.num_layers} layers, {size:,} parameters, {jax.devices()[0]}")
     if first:
         display.message(f"continuing {run_dir} after step {first} of {run.steps}")
     (run_dir / CONFIG_FILE).write_text(to_yaml(run))
@@ -86,7 +86,7 @@ def train(run: TrainRun) -> int:
         checkpoints=checkpoints,
         metrics=MetricsLog(run_dir, last_step=first),
         batches=batches,
-        eval_batches=corpus.eval_batches(run.data, batch_size=_micro_rows(run)) if run.eval_every else [],
+        eval_batches=eval_batches,
         optimizer=optimizer,
         rest=rest,
     )
@@ -111,7 +111,7 @@ class Trainer:
     batches: BatchIterator
     eval_batches: list[Batch]
     optimizer: Optimizer
-    rest: nnx.Module
+    rest: Transformer
     clock: Clock = field(default_factory=lambda: Clock())
 
     def loop(self, state: TrainState, *, first: int, stop: list[int]) -> int:
@@ -147,9 +147,7 @@ class Trainer:
     def _compile(self, state: TrainState) -> tuple[Any, Any]:
         self.display.message("compiling the training step ...")
         began = time.monotonic()
-        shape = (self.run.data.batch_size // jax.process_count(), self.run.data.seq_len)
-        ids, mask = jax.ShapeDtypeStruct(shape, np.int32), jax.ShapeDtypeStruct(shape, np.bool_)
-        batch = Batch(tokens=ids, targets=ids, segment_ids=ids, loss_mask=mask)
+        batch = Batch.shapes(self.run.data.batch_size // jax.process_count(), self.run.data.seq_len)
         step = jax.jit(make_train_step(self.run, self.optimizer, self.rest), donate_argnums=0)
         compiled = step.lower(state, batch).compile()
         self.display.message(f"compiled in {time.monotonic() - began:.0f} s; training {self.run.steps} steps")
@@ -319,7 +317,7 @@ def _restore(
     return TrainState(params=params, router_bias=router_bias, **found.trees[OPTIMIZER]), found.step
 
 
-def _trees(state: TrainState, rest: nnx.Module) -> dict[str, Any]:
+def _trees(state: TrainState, rest: Transformer) -> dict[str, Any]:
     """A state as the trees of a checkpoint: the model by itself, as serving loads it, and what only training needs."""
     return {WEIGHTS: model_of(state, rest), OPTIMIZER: {"step": state.step, "opt_state": state.opt_state}}
 

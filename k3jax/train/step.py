@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from k3jax.config import TrainRun
 from k3jax.data import Batch
 from k3jax.nn.loss import batch_loss
 from k3jax.nn.param import merge_model, split_model, value_and_grad
+from k3jax.nn.transformer import Transformer
 from k3jax.train.optimizer import Optimizer
 
 Metrics = dict[str, Float[Array, ""]]
@@ -30,12 +30,12 @@ class TrainState:
     """
 
     step: Int[Array, ""]  # updates done
-    params: nnx.Module
+    params: Transformer
     opt_state: Any
-    router_bias: nnx.Module
+    router_bias: Transformer
 
 
-def init_state(model: nnx.Module, optimizer: Optimizer) -> TrainState:
+def init_state(model: Transformer, optimizer: Optimizer) -> TrainState:
     """The state at step 0."""
     params, router_bias, _ = split_model(model)
     return TrainState(
@@ -43,13 +43,13 @@ def init_state(model: nnx.Module, optimizer: Optimizer) -> TrainState:
     )
 
 
-def model_of(state: TrainState, rest: nnx.Module) -> nnx.Module:
+def model_of(state: TrainState, rest: Transformer) -> Transformer:
     """The model that a state describes; `rest` is the third part of `split_model`."""
     return merge_model(state.params, state.router_bias, rest)
 
 
 def make_train_step(
-    run: TrainRun, optimizer: Optimizer, rest: nnx.Module
+    run: TrainRun, optimizer: Optimizer, rest: Transformer
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """`train_step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
@@ -70,14 +70,14 @@ def make_train_step(
     return train_step
 
 
-def accumulated_gradient(model: nnx.Module, batch: Batch, run: TrainRun) -> tuple[tuple[Any, Any], nnx.Module]:
+def accumulated_gradient(model: Transformer, batch: Batch, run: TrainRun) -> tuple[tuple[Any, Any], Transformer]:
     """((summed nats, tokens), gradient of the summed nats), over `run.accumulate` micro-batches one at a time."""
     gradient = value_and_grad(_summed_loss, has_aux=True)
     if run.accumulate == 1:
         return gradient(model, batch, run.loss_chunk)
     micro = jax.tree.map(lambda rows: rows.reshape(run.accumulate, -1, *rows.shape[1:]), batch)
-    first = jax.tree.map(lambda rows: rows[0], micro)
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(lambda: gradient(model, first, run.loss_chunk)))
+    zero = jnp.zeros((), jnp.float32)
+    zeros = ((zero, zero), jax.tree.map(jnp.zeros_like, split_model(model)[0]))
 
     def add(total: Any, rows: Batch) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, gradient(model, rows, run.loss_chunk)), None
@@ -85,7 +85,7 @@ def accumulated_gradient(model: nnx.Module, batch: Batch, run: TrainRun) -> tupl
     return jax.lax.scan(add, zeros, micro)[0]
 
 
-def make_eval_step(run: TrainRun, rest: nnx.Module) -> Callable[[TrainState, Batch], tuple[Any, Any]]:
+def make_eval_step(run: TrainRun, rest: Transformer) -> Callable[[TrainState, Batch], tuple[Any, Any]]:
     """`eval_step(state, batch) -> (summed nats, tokens)`, to be jitted."""
 
     def eval_step(state: TrainState, batch: Batch) -> tuple[Any, Any]:
@@ -94,5 +94,5 @@ def make_eval_step(run: TrainRun, rest: nnx.Module) -> Callable[[TrainState, Bat
     return eval_step
 
 
-def _summed_loss(model: nnx.Module, batch: Batch, chunk: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
+def _summed_loss(model: Transformer, batch: Batch, chunk: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
     return batch_loss(model, batch.tokens, batch.targets, batch.segment_ids, batch.loss_mask, chunk=chunk)

@@ -1,7 +1,7 @@
 """Grouped matmul: rows sorted by expert times each expert's own weights, and the whole expert MLP on top of it.
 
-Bodies: "reference" (every expert times every row), "xla" (`ragged_dot`; the default on accelerators) and "blocked"
-(padded blocks; portable, the default on a CPU).
+Bodies: "reference" (every expert times every row), "xla" (`ragged_dot`) and "blocked" (padded blocks, the default: XLA
+expands `ragged_dot` to every expert times every row on a GPU and on a TPU).
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.dispatch import resolve
+from pallas_kernels.dispatch import BY_PLATFORM, resolve
 from pallas_kernels.grouped_matmul import blocked, reference, xla
 from pallas_kernels.grouped_matmul.common import Experts, input_output_widths
 from pallas_kernels.grouped_matmul.routing import Routing, combine_rows, gather_rows, sort_by_expert
@@ -82,9 +82,8 @@ def expert_ffn(
 
 
 def _body(op: str, implementation: Implementation | None) -> Callable[..., Any]:
-    if implementation == "blocked" or (implementation is None and jax.default_backend() == "cpu"):
-        return getattr(blocked, op)  # `resolve` knows only the names that every kernel shares
-    return resolve(op, implementation, {"reference": getattr(reference, op), "xla": getattr(xla, op)})
+    bodies = {"reference": getattr(reference, op), "xla": getattr(xla, op), "blocked": getattr(blocked, op)}
+    return resolve(op, implementation, bodies, by_platform=dict.fromkeys(BY_PLATFORM, "blocked"))
 
 
 def _check(op: str, rows: Array, group_sizes: Array, experts: dict[str, Experts]) -> None:

@@ -40,16 +40,15 @@ def forward(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """A scan of `step` over tokens; padding leaves the state alone and outputs 0."""
     state = initial_state.astype(compute_dtype(q))
-    tokens = (q, k, v, gate, beta)
     if segments is None:
         segments = Segments(jnp.ones(q.shape[:2], bool), jnp.zeros(q.shape[:2], jnp.int32))
     # Padding may hold NaN, so it is replaced before it is used: 0 * NaN would reach the gradients.
-    tokens = tuple(jnp.where(_over(segments.valid, x), x, 0) for x in tokens)
+    tokens = [jnp.where(_over(segments.valid, x), x, 0) for x in (q, k, v, gate, beta)]
     starts = jnp.diff(segments.document, axis=1, prepend=0) > 0
 
-    def token(state, inputs):
-        valid, starts, *inputs = inputs
-        new, output = step(jnp.where(_over(starts, state), 0, state), *inputs, parameters)
+    def token(state: Array, inputs: list[Array]) -> tuple[Array, Array]:
+        valid, starts, q, k, v, gate, beta = inputs
+        new, output = step(jnp.where(_over(starts, state), 0, state), q, k, v, gate, beta, parameters)
         return jnp.where(_over(valid, state), new, state), jnp.where(_over(valid, output), output, 0)
 
     time_first = [jnp.moveaxis(x, 1, 0) for x in (segments.valid, starts, *tokens)]

@@ -22,6 +22,14 @@ MIDDLE = STRIP // 2
 LARGEST_EXPONENT = 64.0  # leaves 1e-10 for the size of a cotangent before float32 flushes its product to zero
 
 
+class Static(NamedTuple):
+    """What is fixed when the body is traced; strips are joined in pairs `doublings` times."""
+
+    lower_bound: float
+    scale: float
+    doublings: int
+
+
 class Tokens(NamedTuple):
     """The inputs cut into N strips of C = 16 rows."""
 
@@ -30,6 +38,14 @@ class Tokens(NamedTuple):
     v: Float[Array, "N B H C V"]
     gate: Float[Array, "N B H C K"]
     beta: Float[Array, "N B H C"]
+
+
+class Inputs(NamedTuple):
+    """Everything that the inside of a chunk depends on and that differentiates."""
+
+    tokens: Tokens
+    a_log: Float[Array, "H"]
+    dt_bias: Float[Array, "H K"]
 
 
 class Rows(NamedTuple):
@@ -74,19 +90,19 @@ def unit_lower_inverse(lower: Float[Array, "*batch n n"]) -> Float[Array, "*batc
     n = lower.shape[-1]
     rows = jnp.moveaxis(lower, -2, 0)
 
-    def row(i, x):
+    def row(i: Array, x: Array) -> Array:
         return x.at[i].add(-jnp.einsum("...j,j...k->...k", rows[i], x, precision=jax.lax.Precision.HIGHEST))
 
     eye = jnp.eye(n, dtype=lower.dtype).reshape(n, *(1,) * (lower.ndim - 2), n)
     return jnp.moveaxis(jax.lax.fori_loop(1, n, row, jnp.broadcast_to(eye, rows.shape)), 0, -2)
 
 
-def _unit_lower_inverse_fwd(lower):
+def _unit_lower_inverse_fwd(lower: Array) -> tuple[Array, Array]:
     x = unit_lower_inverse(lower)
     return x, x
 
 
-def _unit_lower_inverse_bwd(x, dx):
+def _unit_lower_inverse_bwd(x: Array, dx: Array) -> tuple[Array]:
     return (jnp.tril(-_dot(_dot(_t(x), dx), _t(x)), -1),)
 
 
@@ -98,33 +114,33 @@ unit_lower_inverse.defvjp(_unit_lower_inverse_fwd, _unit_lower_inverse_bwd)
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _signed_sums(dtype) -> np.ndarray:
+def _signed_sums(dtype: np.dtype) -> np.ndarray:
     """[STRIP, STRIP] matrix M with (M g)_i = G_i - G_MIDDLE, summed directly so that nothing large cancels."""
     i, t = np.arange(STRIP)[:, None], np.arange(STRIP)
     return ((t > MIDDLE) & (t <= i)).astype(dtype) - ((t > i) & (t <= MIDDLE)).astype(dtype)
 
 
-def _prepare(bounds, rows: Rows | None, tokens: Tokens, a_log: Float[Array, "H"], dt_bias: Float[Array, "H K"]):
+def _prepare(static: Static, rows: Rows | None, inputs: Inputs) -> tuple[Array, Array, Array, Array, Array]:
     """Normalised q and k, v, log decays and beta in the compute dtype, with padding made harmless."""
-    dtype = compute_dtype(tokens.q)
-    q, k, v, gate, beta = (x.astype(dtype) for x in tokens)
-    lower_bound, scale = bounds
+    dtype = compute_dtype(inputs.tokens.q)
+    q, k, v, gate, beta = (x.astype(dtype) for x in inputs.tokens)
+    a_log, dt_bias = inputs.a_log.astype(dtype)[:, None, None], inputs.dt_bias.astype(dtype)[:, None]
     if rows is not None:
         q, k, v, gate = (jnp.where(rows.valid[..., None], x, 0) for x in (q, k, v, gate))
         beta = jnp.where(rows.valid, beta, 0)
-    g = log_decay(gate, a_log.astype(dtype)[:, None, None], dt_bias.astype(dtype)[:, None], lower_bound)
+    g = log_decay(gate, a_log, dt_bias, static.lower_bound)
     if rows is not None:
         g = jnp.where(rows.valid[..., None], g, 0)
-    return l2_normalise(q) * scale, l2_normalise(k), v, g, beta
+    return l2_normalise(q) * static.scale, l2_normalise(k), v, g, beta
 
 
-def _intra(bounds, rows: Rows | None, tokens: Tokens, a_log: Float[Array, "H"], dt_bias: Float[Array, "H K"]) -> Chunks:
+def _intra(static: Static, rows: Rows | None, inputs: Inputs) -> Chunks:
     """The WY form of every strip.
 
     exp(G_i - G_j) is up_i * down_j. Sixteen rows keep both within exp(+-40) at a bound of -5; 32 rows would reach
     exp(+-80), where float32 flushes small cotangents to zero and the gate's gradient is lost when gates saturate.
     """
-    q, k, v, g, beta = _prepare(bounds, rows, tokens, a_log, dt_bias)
+    q, k, v, g, beta = _prepare(static, rows, inputs)
     centred = _dot(jnp.broadcast_to(_signed_sums(g.dtype), (*g.shape[:-1], STRIP)), g)
     up, down = jnp.exp(centred), jnp.exp(-centred)
     to_middle = jnp.exp(g[..., :1, :] - centred[..., :1, :])  # exp(G_MIDDLE)
@@ -164,7 +180,7 @@ def _pair(chunks: Chunks) -> Chunks:
     through = _dot(b.read, _t(a.write))
     corner = _dot(b.query, _t(a.write))
 
-    def rows(first, second):
+    def rows(first: Array, second: Array) -> Array:
         return jnp.concatenate([first, second], axis=-2)
 
     return Chunks(
@@ -180,10 +196,9 @@ def _pair(chunks: Chunks) -> Chunks:
     )
 
 
-def _chunks(static, rows: Rows | None, tokens: Tokens, a_log: Array, dt_bias: Array) -> Chunks:
-    bounds, doublings = static
-    chunks = _intra(bounds, rows, tokens, a_log, dt_bias)
-    for _ in range(doublings):
+def _chunks(static: Static, rows: Rows | None, inputs: Inputs) -> Chunks:
+    chunks = _intra(static, rows, inputs)
+    for _ in range(static.doublings):
         chunks = _pair(chunks)
     return chunks
 
@@ -203,7 +218,7 @@ class Saved(NamedTuple):
 def _run(chunks: Chunks, initial: Float[Array, "B H K V"]) -> tuple[Array, Array, Saved]:
     """Outputs, the last state, and what the backward pass needs."""
 
-    def chunk(state, inputs):
+    def chunk(state: Array, inputs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         read, update, write, decay = inputs
         residual = update - _dot(read, state)
         return decay[..., None] * state + _dot(_t(write), residual), (state, residual)
@@ -217,7 +232,7 @@ def _run_bwd(chunks: Chunks, saved: Saved, doutput: Array, dfinal: Array) -> tup
     """The transpose of `_run`: a reversed scan for the states' cotangents, the rest for all chunks at once."""
     before, residual = saved
 
-    def chunk(dstate, inputs):
+    def chunk(dstate: Array, inputs: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         read, write, decay, dbefore, dresidual = inputs
         dresidual += _dot(write, dstate)
         return dbefore + decay[..., None] * dstate - _dot(_t(read), dresidual), (dstate, dresidual)
@@ -236,22 +251,29 @@ def _run_bwd(chunks: Chunks, saved: Saved, doutput: Array, dfinal: Array) -> tup
     return dchunks, dinitial
 
 
+Residuals = tuple[Inputs, Rows | None, Saved]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(static, inputs, initial, rows):
+def _chunked(static: Static, inputs: Inputs, initial: Array, rows: Rows | None) -> tuple[Array, Array]:
     """Outputs [N, B, H, C, V] and the last state; differentiation keeps the inputs, the states and R, nothing else."""
-    return _run(_chunks(static, rows, *inputs), initial)[:2]
+    output, final, _ = _run(_chunks(static, rows, inputs), initial)
+    return output, final
 
 
-def _chunked_fwd(static, inputs, initial, rows):
-    output, final, saved = _run(_chunks(static, rows, *inputs), initial)
+def _chunked_fwd(
+    static: Static, inputs: Inputs, initial: Array, rows: Rows | None
+) -> tuple[tuple[Array, Array], Residuals]:
+    output, final, saved = _run(_chunks(static, rows, inputs), initial)
     return (output, final), (inputs, rows, saved)
 
 
-def _chunked_bwd(static, residuals, cotangents):
+def _chunked_bwd(static: Static, residuals: Residuals, cotangents: tuple[Array, Array]) -> tuple[Inputs, Array, None]:
     inputs, rows, saved = residuals
-    chunks, pull = jax.vjp(partial(_chunks, static, rows), *inputs)
+    chunks, pull = jax.vjp(partial(_chunks, static, rows), inputs)
     dchunks, dinitial = _run_bwd(chunks, saved, *cotangents)
-    return pull(dchunks), dinitial, None
+    (dinputs,) = pull(dchunks)
+    return dinputs, dinitial, None
 
 
 _chunked.defvjp(_chunked_fwd, _chunked_bwd)
@@ -283,9 +305,8 @@ def forward(
         segments = Segments(jnp.ones((batch, length), bool), jnp.zeros((batch, length), jnp.int32))
     tokens = Tokens(*(_cut(x, padding) for x in (q, k, v, gate, beta)))
     rows = None if segments is None else _rows(segments, padding)
-    static = (lower_bound, scale), (chunk // STRIP).bit_length() - 1
-    inputs = tokens, a_log, dt_bias
-    output, state = _chunked(static, inputs, initial_state.astype(compute_dtype(q)), rows)
+    static = Static(lower_bound, scale, doublings=(chunk // STRIP).bit_length() - 1)
+    output, state = _chunked(static, Inputs(tokens, a_log, dt_bias), initial_state.astype(compute_dtype(q)), rows)
     output = jnp.transpose(output, (1, 0, 3, 2, 4)).reshape(batch, length + padding, *v.shape[2:])
     return output[:, :length].astype(v.dtype), state
 

@@ -64,10 +64,12 @@ def _forward(
     window = _wide(padded)
     # The history carries the first segment's id.
     ids = None if segment_ids is None else jnp.pad(segment_ids, ((0, 0), (taps - 1, 0)), mode="edge")
-    sums = 0
+    sums = jnp.zeros((), window.dtype)
     for tap in range(taps):
         term = window[:, tap : tap + length] * weights[:, tap]
-        sums += term if ids is None else jnp.where(_same(ids[:, tap : tap + length], segment_ids), term, 0)
+        if ids is not None:
+            term = jnp.where(_same(ids[:, tap : tap + length], ids[:, taps - 1 :]), term, 0)
+        sums += term
     y = jax.nn.silu(sums).astype(x.dtype)
     if segment_ids is not None:
         y = jnp.where((segment_ids >= 0)[..., None], y, 0)

@@ -112,10 +112,14 @@ def test_a_failed_write_is_raised_not_lost(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, keep=2)
     monkeypatch.setattr(Path, "rename", _refuse)
     monkeypatch.setattr("os.rename", _refuse)
-    with pytest.raises(Exception, match="disk full"):
-        checkpoints.save(1, trees={"weights": Toy(3)}, records={})
-        checkpoints.wait()
+    with pytest.raises(OSError, match="disk full"):
+        save_and_wait(checkpoints)
     assert list_steps(tmp_path / "checkpoints") == []
+
+
+def save_and_wait(checkpoints: Checkpoints) -> None:
+    checkpoints.save(1, trees={"weights": Toy(3)}, records={})
+    checkpoints.wait()
 
 
 def _refuse(*_args, **_kwargs):

@@ -26,7 +26,7 @@ def test_scan_loop_and_reference_agree(config: ModelConfig) -> None:
     for stack, remat in (("scan", "layer"), ("loop", "none")):
         model.stack, model.remat = stack, remat
         loss, grads = jax.jit(k3jax.value_and_grad(k3jax.next_token_loss))(model, tokens)
-        assert abs(float(loss) - float(expected_loss)) < 2e-6
+        assert abs(float(loss) - float(expected_loss)) < 2e-5
         for name, gradient in k3jax.hf_tensors(grads).items():
             norm = np.linalg.norm(expected[name])
             error = np.linalg.norm(np.asarray(gradient, np.float64) - expected[name])

@@ -1,0 +1,1 @@
+"""Measurements: the TPU compiler's schedule without a TPU (`static_cycles`)."""

@@ -1,0 +1,40 @@
+"""The metrics file is continued without a line lost or doubled, and becomes a picture."""
+
+import json
+
+import pytest
+
+from k3jax.train.metrics import CURVE_FILE, METRICS_FILE, MetricsLog, draw_curve, read_metrics
+
+
+def write(run_dir, steps, tail=""):
+    lines = [json.dumps({"step": step, "loss": 5.0 / step}) for step in steps]
+    (run_dir / METRICS_FILE).write_text("".join(f"{line}\n" for line in lines) + tail)
+
+
+@pytest.mark.parametrize("last_step", [0, 3, 5])
+def test_records_after_the_checkpoint_are_dropped(tmp_path, last_step):
+    write(tmp_path, [1, 2, 3, 4, 5])
+    log = MetricsLog(tmp_path, last_step=last_step)
+    log.write({"step": last_step + 1, "loss": 0.5})
+    log.close()
+    assert [record["step"] for record in read_metrics(tmp_path)] == list(range(1, last_step + 2))
+
+
+def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path):
+    write(tmp_path, [1, 2], tail='{"step": 3, "lo')
+    MetricsLog(tmp_path, last_step=9).close()
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_a_record_is_readable_as_soon_as_it_is_written(tmp_path):
+    log = MetricsLog(tmp_path, last_step=0)
+    log.write({"step": 1, "loss": 2.0, "eval_loss": 2.5})
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0, "eval_loss": 2.5}]
+    log.close()
+
+
+def test_the_curve_is_a_png(tmp_path):
+    write(tmp_path, range(1, 30))
+    draw_curve(tmp_path)
+    assert (tmp_path / CURVE_FILE).read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,206 @@
+"""Whole runs of train.py in their own processes: kills, signals, mistakes, and what they leave behind."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+import k3jax
+from k3jax.checkpoint.orbax_io import list_steps
+from k3jax.config import ConfigError, TrainRun, load_run
+from k3jax.train.loop import train
+from k3jax.train.metrics import read_metrics
+
+STEPS = 40
+MODEL = {
+    "base": "k3_tiny",
+    "width": 32,
+    "num_layers": 3,
+    "mla_layers": [2],
+    "dense_width": 48,
+    "kda": {"head_dim": 16},
+    "mla": {"q_rank": 16, "kv_rank": 16, "nope_dim": 8, "extra_dim": 8, "v_dim": 16},
+    "moe": {"num_experts": 4, "expert_width": 32, "latent_width": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipe")
+    (folder / "text").mkdir()
+    for n in range(60):
+        (folder / "text" / f"{n}.txt").write_text("".join(f"{n} times {k} is {n * k}\n" for k in range(20)))
+    content = {
+        "model": MODEL,
+        "data": {"source": str(folder / "text"), "seq_len": 32, "batch_size": 4, "eval_fraction": 0.2, "eval_rows": 8},
+        "optimizer": {"learning_rate": 0.01},
+        "steps": STEPS,
+        "accumulate": 2,
+        "log_every": 1,
+        "eval_every": 10,
+        "checkpoint_every": 10,
+        "stack": "loop",
+        "remat": "none",
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return folder / "recipe.yaml"
+
+
+def command(recipe, *overrides):
+    return [sys.executable, "train.py", "--config", str(recipe), *overrides]
+
+
+def start(recipe, root, run_dir, *overrides):
+    arguments = command(recipe, f"run_dir={run_dir}", *overrides)
+    return subprocess.Popen(arguments, cwd=root, stderr=subprocess.PIPE, text=True)
+
+
+def complete(recipe, root, run_dir, *overrides):
+    """(exit code, stderr) of a run to its end."""
+    process = start(recipe, root, run_dir, *overrides)
+    _, stderr = process.communicate()
+    return process.returncode, stderr
+
+
+def wait_for_step(process, run_dir, step):
+    while process.poll() is None:
+        records = read_metrics(run_dir)
+        if records and records[-1]["step"] >= step:
+            return
+        time.sleep(0.002)
+    pytest.fail(f"the run ended before step {step}: {process.stderr.read()}")
+
+
+def curve(run_dir):
+    return [{key: record[key] for key in record if key != "tokens_per_s"} for record in read_metrics(run_dir)]
+
+
+@pytest.fixture(scope="module")
+def whole_run(recipe, root, tmp_path_factory):
+    """A run that nothing interrupts."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    code, stderr = complete(recipe, root, run_dir)
+    assert code == 0, stderr
+    return run_dir
+
+
+def test_a_run_learns_and_leaves_its_records(whole_run):
+    records = read_metrics(whole_run)
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert {"step", "loss", "tokens_per_s", "lr", "grad_norm"} <= set(records[0])
+    assert [record["step"] for record in records if "eval_loss" in record] == [10, 20, 30, 40]
+    assert records[0]["loss"] == pytest.approx(np.log(512), abs=0.3)
+    assert records[-1]["eval_loss"] < records[9]["eval_loss"] < 4.5
+    assert list_steps(whole_run / "checkpoints") == [30, 40]
+    assert yaml.safe_load((whole_run / "config.yaml").read_text())["model"]["width"] == 32
+    assert (whole_run / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_killed_run_continues_bit_for_bit(recipe, root, whole_run, tmp_path):
+    process = start(recipe, root, tmp_path / "run")
+    wait_for_step(process, tmp_path / "run", 15)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert list_steps(tmp_path / "run" / "checkpoints")
+    assert read_metrics(tmp_path / "run")[-1]["step"] < STEPS
+    code, stderr = complete(recipe, root, tmp_path / "run")
+    assert code == 0, stderr
+    assert "after step" in stderr
+    assert curve(tmp_path / "run") == curve(whole_run)
+
+
+def test_a_stopped_run_saves_says_75_and_continues(recipe, root, whole_run, tmp_path):
+    process = start(recipe, root, tmp_path / "run")
+    wait_for_step(process, tmp_path / "run", 5)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate()
+    assert process.returncode == 75, stderr
+    stopped = list_steps(tmp_path / "run" / "checkpoints")[-1]
+    assert read_metrics(tmp_path / "run")[-1]["step"] == stopped < STEPS
+    code, stderr = complete(recipe, root, tmp_path / "run")
+    assert code == 0 and f"after step {stopped} of" in stderr
+    expected = [{k: r[k] for k in ("step", "loss", "grad_norm")} for r in read_metrics(whole_run)]
+    assert [{k: r[k] for k in ("step", "loss", "grad_norm")} for r in read_metrics(tmp_path / "run")] == expected
+
+
+def test_a_finished_run_started_again_does_nothing(recipe, root, whole_run):
+    before = curve(whole_run)
+    code, stderr = complete(recipe, root, whole_run)
+    assert code == 0 and "compiling" not in stderr
+    assert curve(whole_run) == before
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(recipe, root, tmp_path):
+    options = ("optimizer.learning_rate=1.0e+30", "optimizer.warmup_fraction=0.4", "checkpoint_every=1")
+    code, stderr = complete(recipe, root, tmp_path / "run", *options)
+    assert code == 1
+    assert "stopped, the last checkpoint is kept" in stderr
+    bad = len(read_metrics(tmp_path / "run")) + 1
+    assert max(list_steps(tmp_path / "run" / "checkpoints"), default=0) < bad
+
+
+def test_the_checkpoint_is_a_model(whole_run):
+    model = k3jax.load(whole_run, stack="loop")
+    text = np.frombuffer(b"7 times 3 is 21\n7 times 4 is 28\n", np.uint8).astype(np.int32)[None]
+    assert float(jax.jit(k3jax.next_token_loss)(model, text)) < 4.0
+    assert (model.config.width, model.config.quantized_experts) == (32, False)
+
+
+def test_weights_start_another_run(recipe, whole_run, tmp_path):
+    last = read_metrics(whole_run)[-1]["eval_loss"]
+    options = ["steps=1", "eval_every=1", "optimizer.learning_rate=1e-9"]
+    assert train(load_run(TrainRun, recipe, [f"run_dir={tmp_path}", f"init_from={whole_run}", *options])) == 0
+    assert read_metrics(tmp_path)[0]["eval_loss"] == pytest.approx(last, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optimizer.learning_rate=0.5", "optimizer.learning_rate = 0.5: the run in .* began with 0.01"),
+        ("model.moe.top_k=1", "model.moe.top_k = 1: the run in .* began with 2"),
+        ("data.seq_len=64", "data.seq_len = 64: the run in .* began with 32"),
+    ],
+)
+def test_another_config_in_the_same_run_dir_is_refused_by_name(recipe, whole_run, override, message):
+    with pytest.raises(ConfigError, match=message):
+        train(load_run(TrainRun, recipe, [f"run_dir={whole_run}", override]))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.vocab_size=300", "model.vocab_size = 300: the tokenizer has 512 ids"),
+        ("data.source=nowhere/*.txt", "data.source = nowhere/\\*.txt: no such file"),
+        ("mesh.data=2", "mesh = .*data.*: training runs on one device"),
+        ("data.eval_rows=1", "data.eval_rows = 1"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_compiled(recipe, tmp_path, override, message):
+    with pytest.raises(ConfigError, match=message):
+        train(load_run(TrainRun, recipe, [f"run_dir={tmp_path}", override]))
+
+
+def test_an_unwritable_run_dir_is_one_line_and_exit_2(recipe, root, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, stderr = complete(recipe, root, tmp_path / "file" / "run")
+    assert (code, len(stderr.splitlines())) == (2, 1)
+    assert "run_dir" in stderr and "cannot be written" in stderr
+
+
+def test_a_typo_is_one_line_and_exit_2(recipe, root, tmp_path):
+    code, stderr = complete(recipe, root, tmp_path / "run", "data.seqlen=3")
+    assert (code, len(stderr.splitlines())) == (2, 1)
+    assert "seqlen; did you mean seq_len" in stderr
+
+
+def test_help_lists_every_key(root):
+    arguments = [sys.executable, "train.py", "--help"]
+    text = subprocess.run(arguments, cwd=root, check=True, capture_output=True, text=True).stdout
+    assert all(f"{key}:" in text for key in ("learning_rate", "seq_len", "init_from", "checkpoint_every"))
+    assert json.dumps(75) in text
