@@ -2,7 +2,7 @@
 
 A TPU core issues one bundle a cycle, so bundles times the trips of the loops around them are cycles, without the waits
 for memory. The count is strict: every bundle from a loop's first to the last delay slot of its branch counts once a
-trip, whether its instructions are predicated or not.
+trip, whether its instructions are predicated or not. The one exception: copies of donated arguments, see below.
 """
 
 import re
@@ -55,6 +55,8 @@ def read_schedule(bundles: str, utilisation: str, *, branch_delay: int) -> Sched
         raise ValueError(f"{len(texts)} bundles but the slots of {len(used)}: the two files are of different kernels")
     loops = _find_loops(texts, branch_delay)
     runs = [1] * len(texts)
+    for first, last in _donation_copies(texts, branch_delay):
+        runs[first : last + 1] = [0] * (last + 1 - first)
     for loop in loops:
         for i in range(loop.first, loop.last + 1):
             runs[i] *= loop.trips
@@ -81,6 +83,23 @@ def _split(text: str) -> list[str]:
     return [text[mark.start() : end] for mark, end in zip(marks, ends, strict=True)]
 
 
+def _donation_copies(texts: list[str], branch_delay: int) -> list[tuple[int, int]]:
+    """Bundles that copy an argument to the output it may share: skipped where the caller did donate its buffer.
+
+    The compiler compares the two addresses, which no other code of a program does, and branches over the copy.
+    """
+    starts = {int(region): i for i, text in enumerate(texts) for region in _STARTS.findall(text)}
+    equal: dict[str, int] = {}
+    copies = []
+    for i, text in enumerate(texts):
+        for predicate in re.findall(r"(%p\d+_p\d+) = scmp\.eq\.s32\.totalorder %s\d+_s\d+, %s\d+_s\d+", text):
+            equal[predicate] = i
+        for predicate, region in re.findall(r"sbr\.rel \((%p\d+_p\d+)\) target = \$region(\d+)", text):
+            if predicate in equal and starts.get(int(region), 0) > i:
+                copies.append((i + branch_delay + 1, starts[int(region)] - 1))
+    return copies
+
+
 def _find_loops(texts: list[str], branch_delay: int) -> tuple[Loop, ...]:
     starts = {int(region): i for i, text in enumerate(texts) for region in _STARTS.findall(text)}
     loops = []
@@ -95,7 +114,7 @@ def _find_loops(texts: list[str], branch_delay: int) -> tuple[Loop, ...]:
 def _trips(texts: list[str], predicate: str, first: int, branch: int) -> int:
     """From the exit test `counter + step >= bound`, the counter's step and the value it enters with."""
     body = "".join(texts[first : branch + 1])
-    test = re.search(re.escape(predicate) + r" = scmp\.ge\.s32\.totalorder (%s\d+_s\d+), (\d+) /\* loop exit test", body)
+    test = re.search(re.escape(predicate) + r" = scmp\.ge\.s32\.totalorder (?:\(!?%p\w+\), )?(%s\d+_s\d+), (\d+) /\* loop exit test", body)
     if test is None:
         raise ValueError(f"the loop of bundles {first:#x} to {branch:#x} has no exit test against a constant")
     counter, step = _advance(body, test[1])

@@ -24,7 +24,16 @@ _HOME = {
     "value_and_grad": "k3jax.nn.param",
 }
 
-__all__ = ["ConfigError", "ModelConfig", "Transformer", "hf_tensors", "load", "next_token_loss", "reference", "value_and_grad"]
+__all__ = [
+    "ConfigError",
+    "ModelConfig",
+    "Transformer",
+    "hf_tensors",
+    "load",
+    "next_token_loss",
+    "reference",
+    "value_and_grad",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -127,7 +127,9 @@ class ModelConfig:
         )
         moe = self.moe
         _require(1 <= moe.top_k <= moe.num_experts, f"moe.top_k = {moe.top_k}: num_experts is {moe.num_experts}")
-        _require(-10.0 <= self.kda.gate_lower_bound < 0.0, f"kda.gate_lower_bound = {self.kda.gate_lower_bound}: in [-10, 0)")
+        _require(
+            -10.0 <= self.kda.gate_lower_bound < 0.0, f"kda.gate_lower_bound = {self.kda.gate_lower_bound}: in [-10, 0)"
+        )
         _require(
             self.kda.a_log_length >= self.kda.num_heads,
             f"kda.a_log_length = {self.kda.a_log_length}: at least kda.num_heads = {self.kda.num_heads}",
@@ -175,7 +177,7 @@ class DataConfig:
     eval_fraction: float = 0.03  # of the files, by a hash of the file's path
     eval_rows: int = 64  # rows of one evaluation
     shuffle_seed: int = 0
-    workers: int = 0  # processes that read ahead; 0 reads in the main process
+    workers: int = 0  # threads that read ahead; 0 reads in the main thread
 
 
 @dataclass(kw_only=True)

@@ -33,7 +33,9 @@ def forward(
     return jnp.stack(logits), jnp.stack(hidden, axis=1), jnp.stack(routes, axis=1)
 
 
-def loss(config: ModelConfig, tensors: Tensors, tokens: Int[Array, "*b T"], *, dtype: str = "float32") -> Float[Array, ""]:
+def loss(
+    config: ModelConfig, tensors: Tensors, tokens: Int[Array, "*b T"], *, dtype: str = "float32"
+) -> Float[Array, ""]:
     """Mean cross-entropy in nats of each token after the first."""
     logits = forward(config, tensors, tokens, dtype=dtype)[0][..., :-1, :]
     log_probs = jax.nn.log_softmax(logits, axis=-1)

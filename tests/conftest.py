@@ -5,7 +5,9 @@ The environment is set at import, before any test module imports jax; the proces
 
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,11 @@ def golden() -> Path:
     if not folder.is_dir():
         pytest.skip(f"golden data not found at {folder} (set K3JAX_GOLDEN)")
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs_end_with_their_module() -> Iterator[None]:
+    """Drops compiled programs after each module: they would add up to gigabytes in a worker."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()

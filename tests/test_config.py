@@ -83,8 +83,8 @@ def test_a_named_model_can_be_refined(recipe):
         ("optimizer.learning_rate=1e-3", lambda run: run.optimizer.learning_rate, 1e-3),
         ("optimizer.learning_rate=1", lambda run: run.optimizer.learning_rate, 1.0),
         ("model.kda.num_heads=4", lambda run: run.model.kda.num_heads, 4),
-        ("model.mla_layers=[1, 8]", lambda run: run.model.mla_layers, (1, 8)),
-        ("model=k3_tiny", lambda run: run.model.width, 96),
+        ("model.mla_layers=[1, 4]", lambda run: run.model.mla_layers, (1, 4)),
+        ("model=k3_tiny", lambda run: run.model.width, 128),
         ("run_dir=runs/a=b", lambda run: run.run_dir, "runs/a=b"),
     ],
 )

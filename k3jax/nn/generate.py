@@ -35,8 +35,8 @@ def extend_hidden(
     steps = jnp.arange(tokens.shape[1])
     segment_ids = jnp.where(steps < num_valid[:, None], 0, -1)
     out = model.hidden(tokens, segment_ids=segment_ids, cache=cache)
-    new = out.cache
-    return out.hidden, Cache(new.state, new.history, new.latent, cache.length + num_valid)
+    assert out.cache is not None
+    return out.hidden, out.cache
 
 
 def generate(

@@ -55,7 +55,9 @@ class KDA(nnx.Module):
         """
         state, history = (None, None) if cache is None else cache
         qkv = jnp.concatenate([self._flat(project(x, w)) for w in (self.q, self.k, self.v)], axis=-1)
-        taps = jnp.concatenate([w.get_value().reshape(-1, w.shape[-1]) for w in (self.q_conv, self.k_conv, self.v_conv)])
+        taps = jnp.concatenate(
+            [w.get_value().reshape(-1, w.shape[-1]) for w in (self.q_conv, self.k_conv, self.v_conv)]
+        )
         gate = project(project(x, self.decay_down), self.decay_up)
         beta = jax.nn.sigmoid(project(x, self.beta).astype(island(x.dtype)))
         step = self._one_token if cache is not None and x.shape[1] == 1 else self._sequence

@@ -1,4 +1,4 @@
-"""One decoder layer: two Attention Residuals reads around a token mixer (KDA or MLA) and a channel mixer (FFN or MoE)."""
+"""One decoder layer: two reads of the residual, one for the token mixer (KDA or MLA), one for the FFN or MoE."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Layer(nnx.Module):
         self.mixer = (KDA if kind.startswith("kda") else MLA)(config, mixer_key, dtype=dtype)
         self.ffn_mix = Mix(width, eps=eps, dtype=dtype)
         self.ffn_norm = RMSNorm(width, eps=eps, dtype=dtype)
-        if kind.endswith("moe"):
-            self.ffn = LatentMoE(config, ffn_key, dtype=dtype)
-        else:
-            self.ffn = FFN(config, config.dense_width, ffn_key, dtype=dtype)
+        self.ffn: LatentMoE | FFN = (
+            LatentMoE(config, ffn_key, dtype=dtype)
+            if kind.endswith("moe")
+            else FFN(config, config.dense_width, ffn_key, dtype=dtype)
+        )
 
     def __call__(
         self,

@@ -46,11 +46,11 @@ class MLA(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B S R"]]:
         """Mix tokens causally inside their segments (-1 is padding); returns the output and the latents.
 
-        With a `cache`, whose first `length` tokens of each row are in use, the new tokens are appended and attend to it.
+        With a `cache`, of which the first `length` tokens of each row are in use, the new tokens join it and see it.
         """
         q = project(self.q_norm(project(x, self.q_down)), self.q_up)
         latent = self._latent(x)
-        if cache is None:
+        if cache is None or length is None:
             mask = _same_segment_and_earlier(segment_ids, x.shape[1])
         else:
             latent, mask = _append(latent, segment_ids, cache, length)

@@ -19,7 +19,7 @@ def rms_normalise(x: Float[Array, "*b D"], *, eps: float) -> Float[Array, "*b D"
 
 
 class RMSNorm(nnx.Module):
-    """weight * round(x / rms(x)): the normalised value is rounded to the compute dtype before the weight (K3's order)."""
+    """weight * round(x / rms(x)), rounded to the compute dtype before the weight as the released model does."""
 
     def __init__(self, width: int, *, eps: float, axis: str = "embed", dtype: Any):
         self.weight = constant(1.0, (width,), (axis,), dtype=dtype)

@@ -99,7 +99,7 @@ def _run_layers(
     stacks: Stacks, layers: Iterable[int], residual: Residual, inputs: StackInput
 ) -> tuple[Residual, Cache | None, list[Traced]]:
     depth, cache, traced = Depth(inputs.config), inputs.cache, []
-    unstacked = {kind: _unstack(stacks[kind]) for kind in {inputs.config.layer_kind(layer) for layer in layers}}
+    unstacked = {kind: _unstack(stacks[kind]) for kind in dict.fromkeys(map(inputs.config.layer_kind, layers))}
     for layer in layers:
         if layer % inputs.config.attn_res_block == 0:
             residual = residual.seal()
@@ -144,7 +144,7 @@ class _Slots:
             self.inputs["weights"] = jax.tree.map(lambda w: _take_slots(w, present, in_stack), self.stack)
 
     def step(self, snapshots: Array, count: Array, carry: tuple, slot: dict[str, Any]) -> tuple[tuple, Any]:
-        """Run the slot's layer on carry = (live sum, whether it holds anything, cache); an empty slot changes nothing."""
+        """Run the slot's layer on carry (live sum, whether it holds anything, cache); an empty slot changes nothing."""
         if self.stack is None:  # the config has no such layer at all
             return carry, None
         live, has_live, cache = carry
@@ -170,11 +170,11 @@ class _Slots:
 
 
 def _unstack(stack: Layer) -> list[Layer]:
-    """The layers of a stack. Its transpose is one concatenation, where that of indexing adds a whole stack per layer."""
+    """The layers of a stack; the transpose is one concatenation, where that of indexing adds a stack for each layer."""
     leaves, treedef = jax.tree.flatten(stack)
     sizes = (1,) * leaves[0].shape[0]
     parts = [[part.squeeze(0) for part in jax.lax.split(leaf, sizes)] for leaf in leaves]
-    return [treedef.unflatten(leaf) for leaf in zip(*parts, strict=True)]
+    return [jax.tree.unflatten(treedef, leaf) for leaf in zip(*parts, strict=True)]
 
 
 def _take_slots(stack: Array, present: np.ndarray, in_stack: np.ndarray) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ class Output:
 
 
 class Transformer(nnx.Module):
-    """Kimi K3. `stacks[kind]` holds all layers of a kind, stacked in depth order; how they run is `stack` and `remat`."""
+    """Kimi K3. `stacks[kind]` holds all layers of a kind in depth order; `stack` and `remat` say how they run."""
 
     def __init__(
         self,
@@ -48,7 +49,9 @@ class Transformer(nnx.Module):
         self.embed = normal(embed_key, shape, ("vocab", "embed"), std=config.init_std, dtype=dtype)
         self.stacks = nnx.Dict(
             {
-                kind: jax.vmap(lambda k, kind=kind: Layer(config, kind, k, dtype=dtype))(jax.random.split(key, len(layers)))
+                kind: jax.vmap(lambda k, kind=kind: Layer(config, kind, k, dtype=dtype))(
+                    jax.random.split(key, len(layers))
+                )
                 for key, (kind, layers) in zip(keys, Depth(config).layers_of.items(), strict=False)
             }
         )
@@ -56,7 +59,9 @@ class Transformer(nnx.Module):
         self.final_norm = RMSNorm(d, eps=config.norm_eps, dtype=dtype)
         self.lm_head = normal(head_key, (d, shape[0]), ("embed", "vocab"), std=config.init_std, dtype=dtype)
 
-    def __call__(self, tokens: Int[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None) -> Float[Array, "B T V"]:
+    def __call__(
+        self, tokens: Int[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T V"]:
         """Logits in float32; tokens see earlier tokens of their own segment (-1 is padding)."""
         return _logits(self, jnp.asarray(tokens), segment_ids)
 
@@ -68,12 +73,17 @@ class Transformer(nnx.Module):
         cache: Cache | None = None,
         collect: bool = False,
     ) -> Output:
-        """Run all layers. With a cache the tokens continue its sequences, where segment id 0 is a token, -1 padding."""
+        """Run all layers. With a cache the tokens continue its sequences; segment ids are then 0, or -1 for padding."""
         x = cast(self.embed, jnp.dtype(self.config.dtype))[tokens]
+        if segment_ids is not None:  # zero times what padding holds is zero in values and in gradients
+            x = jnp.where(segment_ids[..., None] >= 0, x, 0)
         inputs = StackInput(self.config, segment_ids, cache, self.remat == "layer" and cache is None, collect)
         plan = StackPlan.of(self.config) if self.stack == "scan" else None
         out = run_scan(self.stacks, x, inputs, plan) if plan else run_loop(self.stacks, x, inputs)
-        return Output(self.final_norm(self.out_mix(out.residual)), out.cache, out.trace)
+        if cache is not None and out.cache is not None:
+            consumed = tokens.shape[1] if segment_ids is None else jnp.sum(segment_ids >= 0, axis=1, dtype=jnp.int32)
+            cache = dataclasses.replace(out.cache, length=cache.length + consumed)
+        return Output(self.final_norm(self.out_mix(out.residual)), cache, out.trace)
 
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """The head, accumulated and returned in float32."""

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.dispatch import resolve
-from pallas_kernels.kda import reference, xla
+from pallas_kernels.dispatch import BY_PLATFORM, resolve
+from pallas_kernels.kda import decode, reference, tpu, xla
 from pallas_kernels.kda.inputs import Parameters, compute_dtype, segments_of
 
-__all__ = ["kda", "kda_decode"]
+__all__ = ["kda", "kda_decode", "kda_decode_step"]
 
 
 def kda(
@@ -52,7 +52,8 @@ def kda(
     if segment_ids is not None:
         _check_shapes({"segment_ids": (segment_ids, (batch, length))})
         segments = segments_of(segment_ids)
-    body = resolve("kda", implementation, {"reference": reference.forward, "xla": xla.forward})
+    bodies = {"reference": reference.forward, "xla": xla.forward, "tpu": tpu.forward}
+    body = resolve("kda", implementation, bodies, by_platform=_by_platform(width, v.shape[-1]))
     return body(q, k, v, gate, beta, initial_state, parameters, segments)
 
 
@@ -88,6 +89,65 @@ def kda_decode(
     return output.astype(v.dtype), state
 
 
+def kda_decode_step(
+    qkv: Float[Array, "S C"],
+    gate: Float[Array, "S H K"],
+    beta: Float[Array, "S H"],
+    out_gate: Float[Array, "S H V"],
+    conv_pool: Float[Array, "N W-1 C"],
+    state_pool: Float[Array, "N H K V"],
+    slots: Int[Array, "S"],
+    *,
+    conv_weights: Float[Array, "C W"],
+    a_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    norm_weight: Float[Array, "V"],
+    lower_bound: float,
+    scale: float | None = None,
+    norm_eps: float = 1e-5,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "S H V"], Float[Array, "N W-1 C"], Float[Array, "N H K V"]]:
+    """Serve one token per row: conv with SiLU, KDA step, RMS norm per head times sigmoid(out_gate), in one kernel on TPU.
+
+    `qkv` holds q, k and v side by side (C = 2 H K + H V channels, before the conv), `conv_pool` a slot's last W - 1 of
+    them; both pools are updated in place where they are donated. Row s uses `slots[s]`, each slot at most once. -1 is
+    padding: output 0, nothing changes; a slot that the pool does not have changes nothing either and outputs NaN.
+    C may be split into two axes (3 H, K) in all three arrays; on a TPU that layout of `conv_pool` saves two copies of it.
+    Raises ValueError on shapes that do not fit, NotImplementedError for a body that does not exist.
+    """
+    rows, heads, width = _check_rank("gate", gate, 3)
+    pool, value = _check_rank("state_pool", state_pool, 4)[0], state_pool.shape[3]
+    taps = conv_weights.shape[-1]
+    channels = heads * (2 * width + value)
+    shapes = {
+        "qkv": (qkv, (rows, *_split_like(qkv, 1, channels))),
+        "beta": (beta, (rows, heads)),
+        "out_gate": (out_gate, (rows, heads, value)),
+        "conv_pool": (conv_pool, (pool, taps - 1, *_split_like(conv_pool, 2, channels))),
+        "state_pool": (state_pool, (pool, heads, width, value)),
+        "slots": (slots, (rows,)),
+        "conv_weights": (conv_weights, (*_split_like(conv_weights, 0, channels, 1), taps)),
+        "norm_weight": (norm_weight, (value,)),
+    }
+    _check_shapes(shapes, "gate and state_pool")
+    parameters = _parameters(a_log, dt_bias, lower_bound, scale, heads, width)
+    bodies = {"reference": decode.step, "xla": decode.step, "tpu": tpu.decode_step}
+    body = resolve("kda_decode_step", implementation, bodies, by_platform=_by_platform(width, value))
+    rest = parameters, conv_weights, norm_weight, norm_eps
+    return body(qkv, gate, beta, out_gate, conv_pool, state_pool, slots, *rest)
+
+
+def _split_like(x: Array, before: int, channels: int, after: int = 0) -> tuple[int, ...]:
+    """The channel axes that `x` should have between its other axes: one, or two where it has two that make `channels`."""
+    axes = x.shape[before : x.ndim - after]
+    return axes if len(axes) == 2 and axes[0] * axes[1] == channels else (channels,)
+
+
+def _by_platform(width: int, value: int) -> dict[str, str]:
+    """The TPU kernels are for heads of 128; narrower ones run the portable body there."""
+    return {**BY_PLATFORM, "tpu": "tpu" if (width, value) == (tpu.WIDTH, tpu.WIDTH) else "xla"}
+
+
 def _parameters(
     a_log: Array, dt_bias: Array, lower_bound: float, scale: float | None, heads: int, width: int
 ) -> Parameters:
@@ -103,7 +163,7 @@ def _check_rank(name: str, x: Array, rank: int) -> tuple[int, ...]:
     return x.shape
 
 
-def _check_shapes(arguments: dict[str, tuple[Array, tuple[int, ...]]]) -> None:
+def _check_shapes(arguments: dict[str, tuple[Array, tuple[int, ...]]], source: str = "q and v") -> None:
     for name, (x, shape) in arguments.items():
         if x.shape != shape:
-            raise ValueError(f"{name} has shape {x.shape}; q and v ask for {shape}")
+            raise ValueError(f"{name} has shape {x.shape}; {source} ask for {shape}")

@@ -8,8 +8,10 @@ q1 = scale l2(q) exp2(G), and S the state:
 README.md of this folder says why it is cut the way it is.
 """
 
+import json
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -25,53 +27,58 @@ from pallas_kernels.kda.inputs import L2_EPS, Parameters, Segments
 CHUNK = 64
 STRIP = 32  # rows that share the reference of their exponents
 MIDDLE = 15  # of a strip: at most 16 decays lie between it and any of its rows
-BLOCK = 16  # inverted exactly, row by row
+BLOCK_BITS = 4
+BLOCK = 1 << BLOCK_BITS  # rows that are inverted exactly, one by one
 WIDTH = 128  # of a key and of a value
 LOG2E = 1.4426950408889634
 MAX_EXPONENT = 118.0  # 2^-118 times the entries of a normalised key is still a normal number
+CHUNKS = 2  # of one step of the kernel's loop
+MAX_HEADS = 16  # of one step
+TILE = 16  # rows of a bf16 register
 
 
-class Shape(NamedTuple):
-    """Static sizes: heads of one program (even), chunks of one grid step, tokens of a sequence."""
+class Static(NamedTuple):
+    """What is fixed when the kernel is traced. `operand`: dtype of the matrix unit's operands; `heads` of one step."""
 
     sequences: int
     groups: int
     heads: int
-    chunks: int
     blocks: int
     scale: float
+    operand: jnp.dtype
+    segmented: bool
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Constants of the gate's prefix sum
+# The gate's prefix sum
 # ---------------------------------------------------------------------------------------------------------------------
 
-ROWS = ("ref0", "ref1", "end0-ref0", "ref1-end0", "end1-ref1", "end1")
+# Sums of log2 decays that the matrix yields besides G_i - G_ref of every row: refs are the strips' middle rows.
+ROWS = ("ref0", "ref1", "end0-ref0", "ref1-end0", "end1-ref0", "end1-ref1", "end1")
+# k2 exp2(end1 - ref0) is taken with one factor, which is zero below 2^-126; k2 is made smaller and the factor larger by
+# this power of two, so that what is lost is below 2^-14 of the token's weight. k1 and q1 are made larger by as much.
+SHIFT = 4
 
 
-def prefix_matrix(lower_bound: float) -> np.ndarray:
-    """[80, 208] bf16 matrix that turns stacked tanh values into sums of log2 decays.
+def prefix_matrix(lower_bound: float, operand: jnp.dtype) -> np.ndarray:
+    """The matrix that turns stacked squashed gates into sums of log2 decays: [80, 208] bf16, or [80, 80] float32.
 
-    The decay is c (1 + tanh) with c = lower_bound log2(e) / 2. Columns: tanh high part (64), low part (64), high part
-    again for the low part of c (64), ones (16, of which two carry the constant). Rows: G_i - G_ref of the row's strip
-    (64), then the sums of `ROWS`.
+    The log2 decay of a token is c (1 + tanh) with c = lower_bound log2(e) / 2. Columns for 1 + tanh as two bf16 terms:
+    high part (64), low part (64), high part again for the low part of c (64), ones (16). In float32: 1 + tanh (64), ones.
     """
     index = np.arange(CHUNK)
     upto = (index[None] <= index[:, None]).astype(np.float64)  # sums of tokens 0..i
     ref0, ref1, end0, end1 = (upto[i] for i in (MIDDLE, STRIP + MIDDLE, STRIP - 1, CHUNK - 1))
     reference = np.where(index[:, None] < STRIP, ref0, ref1)
-    extra = np.stack([ref0, ref1, end0 - ref0, ref1 - end0, end1 - ref1, end1])
-    sums = np.concatenate([upto - reference, extra, np.zeros((10, CHUNK))])
-    c = lower_bound * LOG2E / 2
-    high, low = _split(c * sums)
-    constant = _split(c * sums.sum(1, keepdims=True))
-    ones = np.concatenate([*constant, np.zeros((80, 14))], 1)
-    return np.concatenate([high, high, low, ones], 1).astype(jnp.bfloat16)
-
-
-def _split(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    high = x.astype(jnp.bfloat16).astype(np.float64)
-    return high, x - high
+    extra = np.stack([ref0, ref1, end0 - ref0, ref1 - end0, end1 - ref0, end1 - ref1, end1])
+    sums = np.concatenate([upto - reference, extra, np.zeros((TILE - len(ROWS), CHUNK))])
+    weights = lower_bound * LOG2E / 2 * sums
+    ones = np.zeros((CHUNK + TILE, TILE))
+    ones[:, 0] = [*[SHIFT] * CHUNK, -SHIFT, -SHIFT, 0, 0, SHIFT, SHIFT, 0, *[0] * (TILE - len(ROWS))]
+    if operand == jnp.float32:
+        return np.concatenate([weights, ones], 1).astype(np.float32)
+    high = weights.astype(jnp.bfloat16).astype(np.float64)
+    return np.concatenate([high, high, weights - high, ones], 1).astype(jnp.bfloat16)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -79,43 +86,19 @@ def _split(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 Stage = Iterator[None]
-
-
-def _dot(a: Array, b: Array, *, transpose_b: bool = False) -> Array:
-    dims = (((1,), (1 if transpose_b else 0,)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
-
-
-def _bf16(x: Array) -> Array:
-    return x.astype(jnp.bfloat16)
-
-
-def _lanes(shape: tuple[int, int]) -> Array:
-    return jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-
-
-def _diagonal(x: Array) -> Array:
-    """[n, 128] with two heads' n x 64 side by side -> [2 n, 128] block diagonal."""
-    left = _lanes(x.shape) < CHUNK
-    return jnp.concatenate([jnp.where(left, x, 0), jnp.where(left, 0, x)], axis=0)
-
-
-def _rows(factor: Array, row: int) -> Array:
-    """One row of float32 factors as a bf16 strip."""
-    tile = _bf16(jnp.broadcast_to(factor[row : row + 1], (16, WIDTH)))
-    return jnp.concatenate([tile, tile], axis=0)
+YIELDS = (24, 21, 10)  # of the three stages
 
 
 class Refs(NamedTuple):
-    """What the kernel reads and writes, in VMEM; scratch is indexed by slot and pair or head."""
+    """What the stages read and write in VMEM; the scratch from `state` on is indexed by slot and pair or head."""
 
     q: Array
     k: Array
     gate: Array
     beta: Array
+    documents: Array
     v: Array
     out: Array
-    scale: float
     affine: Array
     prefix: Array
     state: Array
@@ -126,140 +109,239 @@ class Refs(NamedTuple):
     write: Array
     decay: Array
     inverse: Array
+    valid: Array
 
 
-def _gate_and_scores(refs: Refs, rows: slice, slot: int, pair: int) -> Stage:
+class Documents(NamedTuple):
+    """Masks of one chunk: rows as [64, 1], lanes as [1, 128] (two heads' columns side by side)."""
+
+    valid: Array
+    row: Array
+    lane: Array
+    first: Array
+    last: Array
+    same: Array
+
+
+def _documents(tile: Array) -> Documents:
+    """From rows of float32: document of every token (twice), document before the chunk, after it, validity (twice)."""
+    row = _column(tile[0:1, :CHUNK])
+    first, last = ((row == tile[i : i + 1, :1]).astype(jnp.float32) for i in (1, 2))
+    same = (tile[1:2] == tile[2:3]).astype(jnp.float32)
+    return Documents(_column(tile[3:4, :CHUNK]) > 0, row, tile[0:1], first, last, same)
+
+
+def _column(row: Array) -> Array:
+    """[1, n] -> [n, 1]."""
+    n = row.shape[1]
+    i, j = (jax.lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
+    return jnp.sum(jnp.where(i == j, row, 0.0), axis=1, keepdims=True)
+
+
+def _dot(a: Array, b: Array, *, transpose_b: bool = False) -> Array:
+    dims = (((1,), (1 if transpose_b else 0,)), ((), ()))
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _lane(rows: int) -> Array:
+    return jax.lax.broadcasted_iota(jnp.int32, (rows, WIDTH), 1)
+
+
+def _diagonal(x: Array) -> Array:
+    """[n, 128] with two heads' n x 64 side by side -> [2 n, 128] block diagonal."""
+    left = _lane(x.shape[0]) < CHUNK
+    return jnp.concatenate([jnp.where(left, x, 0), jnp.where(left, 0, x)], axis=0)
+
+
+def _strip(row: Array, dtype: jnp.dtype) -> Array:
+    """A [1, 128] row of factors as the 32 rows of a strip."""
+    tile = jnp.broadcast_to(row, (TILE, WIDTH)).astype(dtype)
+    return jnp.concatenate([tile, tile], axis=0)
+
+
+def _squash(z: Array, scale: Array, bias: Array, valid: Array | None, operand: jnp.dtype) -> Array:
+    """1 + tanh(x / 2) of the gate's argument x; padding does not decay.
+
+    The 1 comes first: split into bf16 terms afterwards, a small decay keeps 16 bits of its own.
+    """
+    x = z * scale + bias
+    y = 2 * jax.nn.sigmoid(2 * x) if operand == jnp.float32 else 1 + jnp.tanh(x)
+    return y if valid is None else jnp.where(valid, y, 0.0)
+
+
+def _stack(squashed: Array, operand: jnp.dtype) -> Array:
+    """The right-hand side that `prefix_matrix` multiplies."""
+    ones = jnp.ones((TILE, squashed.shape[1]), operand)
+    if operand == jnp.float32:
+        return jnp.concatenate([squashed, ones], axis=0)
+    high = squashed.astype(operand)
+    low = (squashed - high.astype(jnp.float32)).astype(operand)
+    return jnp.concatenate([high, low, high, ones], axis=0)
+
+
+def _normalised(x: Array, scale: float = 1.0) -> Array:
+    norm = jax.lax.rsqrt(jnp.sum(x * x, axis=1, keepdims=True) + L2_EPS)
+    return x * (norm if scale == 1.0 else norm * scale)
+
+
+def _gate_and_scores(static: Static, refs: Refs, chunk: int, slot: Array, pair: int) -> Stage:
     """Stage A: from the inputs to both score matrices, and what reads from and writes to the state."""
-    heads = (2 * pair, 2 * pair + 1)
-    tanh = []
+    operand = static.operand
+    rows, heads = slice(chunk * CHUNK, (chunk + 1) * CHUNK), (2 * pair, 2 * pair + 1)
+    documents = _documents(refs.documents[0, chunk]) if static.segmented else None
+    valid = None if documents is None else documents.valid
+
+    def load(ref: Array, h: int) -> Array:
+        x = ref[0, rows, h * WIDTH : (h + 1) * WIDTH].astype(jnp.float32)
+        return x if valid is None else jnp.where(valid, x, 0.0)
+
+    if valid is not None and pair == 0:
+        refs.valid[slot] = jnp.broadcast_to(valid.astype(jnp.float32), (CHUNK, WIDTH))
+    squashed = []
     for h in heads:
         lanes = slice(h * WIDTH, (h + 1) * WIDTH)
-        z = refs.gate[0, rows, lanes].astype(jnp.float32)
-        tanh.append(jnp.tanh(z * refs.affine[0:1, lanes] + refs.affine[1:2, lanes]))
+        squashed.append(_squash(load(refs.gate, h), refs.affine[0:1, lanes], refs.affine[1:2, lanes], valid, operand))
         yield
-    tanh = jnp.concatenate(tanh, axis=1)
-    high = _bf16(tanh)
-    low = _bf16(tanh - high.astype(jnp.float32))
+    stacked = _stack(jnp.concatenate(squashed, axis=1), operand)
     yield
-    stacked = jnp.concatenate([high, low, high, jnp.ones((16, 2 * WIDTH), jnp.bfloat16)], axis=0)
     sums = _dot(refs.prefix[...], stacked)
     yield
-    k1, q1, k2, off = [], [], [], []
+    k1, q1, k2, across = [], [], [], []
     for i, h in enumerate(heads):
-        lanes = slice(h * WIDTH, (h + 1) * WIDTH)
         own = sums[:, i * WIDTH : (i + 1) * WIDTH]
         up, down = jnp.exp2(own[:CHUNK]), jnp.exp2(-own[:CHUNK])
-        factor = jnp.exp2(own[CHUNK : CHUNK + 8])
+        factor = dict(zip(ROWS, jnp.split(jnp.exp2(own[CHUNK : CHUNK + 8]), 8), strict=False))
         yield
-        q = refs.q[0, rows, lanes].astype(jnp.float32)
-        q = q * (jax.lax.rsqrt(jnp.sum(q * q, axis=1, keepdims=True) + L2_EPS) * refs.scale)
+        q = _normalised(load(refs.q, h), static.scale)
         yield
-        k = refs.k[0, rows, lanes].astype(jnp.float32)
-        k = k * jax.lax.rsqrt(jnp.sum(k * k, axis=1, keepdims=True) + L2_EPS)
+        k = _normalised(load(refs.k, h))
         yield
-        q_up, k_up = q * up, k * up
-        k_down = k * refs.beta[0, rows, h : h + 1] * down
+        beta = refs.beta[0, rows, h : h + 1]
+        k_down = k * (beta if valid is None else jnp.where(valid, beta, 0.0)) * down
+        k1.append((k * up).astype(operand))
+        q1.append((q * up).astype(operand))
         yield
-        k1.append(_bf16(k_up))
-        q1.append(_bf16(q_up))
-        reference = jnp.concatenate([_rows(factor, 0), _rows(factor, 1)], axis=0)
+        reference = jnp.concatenate([_strip(factor[name], operand) for name in ("ref0", "ref1")], axis=0)
+        if documents is not None:
+            reference = reference * jnp.broadcast_to(documents.first, (CHUNK, WIDTH)).astype(operand)
         refs.read[slot, h, :CHUNK] = k1[i] * reference
         refs.read[slot, h, CHUNK:] = q1[i] * reference
         yield
-        k2.append(_bf16(k_down))
-        off.append(k2[i][:STRIP] * _rows(factor, 2) * _rows(factor, 3))
-        end = _rows(factor, 4)
-        write = jnp.concatenate([off[i] * end, k2[i][STRIP:] * end], axis=0)
-        refs.write[slot, pair, h % 2 * CHUNK : h % 2 * CHUNK + CHUNK] = write
-        refs.decay[slot, h : h + 1] = factor[5:6]
+        k2.append(k_down.astype(operand))
+        # Towards the second strip by way of the first's end: exp2(ref1 - ref0) in one factor would underflow.
+        to_strip = [_strip(factor[name], operand) for name in ("end0-ref0", "ref1-end0")]
+        across.append(k2[i][:STRIP] * to_strip[0] * to_strip[1])
+        # Into the state go these rows as they are, so they get float32 factors.
+        write = jnp.concatenate([k_down[:STRIP] * factor["end1-ref0"], k_down[STRIP:] * factor["end1-ref1"]], axis=0)
+        decay = factor["end1"]
+        if documents is not None:
+            write, decay = write * documents.last, decay * documents.same
+        refs.write[slot, pair, i * CHUNK : (i + 1) * CHUNK] = write.astype(operand)
+        refs.decay[slot, h : h + 1] = decay
         yield
-    left = _lanes((STRIP, WIDTH)) < CHUNK
+    yield from _scores(refs, documents, (k1, q1, k2, across), slot, pair)
+
+
+def _scores(refs: Refs, documents: Documents | None, operands: tuple[list[Array], ...], slot: Array, pair: int) -> Stage:
+    """Both score matrices of two heads side by side, strip after strip, from one product with both heads' keys."""
+    k1, q1, k2, across = operands
+    left, column = _lane(STRIP) < CHUNK, _lane(STRIP) & (CHUNK - 1)
     lower, scores = [], []
     for strip in range(2):
         part = slice(strip * STRIP, (strip + 1) * STRIP)
-        first = [k2[0][:STRIP], k2[1][:STRIP]] if strip == 0 else off
+        first = [x[:STRIP] for x in k2] if strip == 0 else across
         weights = jnp.concatenate([first[0], k2[0][STRIP:], first[1], k2[1][STRIP:]], axis=0)
         stream = jnp.concatenate([k1[0][part], q1[0][part], k1[1][part], q1[1][part]], axis=0)
         products = _dot(stream, weights, transpose_b=True)
         yield
         row = jax.lax.broadcasted_iota(jnp.int32, (STRIP, WIDTH), 0) + strip * STRIP
-        column = _lanes((STRIP, WIDTH)) & (CHUNK - 1)
-        kk = jnp.where(left, products[:STRIP], products[2 * STRIP : 3 * STRIP])
-        lower.append(jnp.where(column < row, kk, 0.0))
+        below, upto = column < row, column <= row
+        if documents is not None:
+            same = documents.row[part] == documents.lane
+            below, upto = below & same, upto & same
+        lower.append(jnp.where(below, jnp.where(left, products[:STRIP], products[2 * STRIP : 3 * STRIP]), 0.0))
         yield
-        qk = jnp.where(left, products[STRIP : 2 * STRIP], products[3 * STRIP :])
-        scores.append(jnp.where(column <= row, qk, 0.0))
+        scores.append(jnp.where(upto, jnp.where(left, products[STRIP : 2 * STRIP], products[3 * STRIP :]), 0.0))
         yield
-    lower, scores = (jnp.concatenate(x, axis=0) for x in (lower, scores))
-    refs.scores[slot, pair] = _bf16(scores)
-    refs.lower[slot, pair] = _bf16(lower)
+    dtype = refs.lower.dtype
+    refs.scores[slot, pair] = jnp.concatenate(scores, axis=0).astype(dtype)
+    refs.lower[slot, pair, :CHUNK] = jnp.concatenate(lower, axis=0).astype(dtype)
+    # The corner of the last join decides the error of the state: it is kept as a sum of two.
+    corner = jnp.where(column < STRIP, lower[1], 0.0)
+    refs.lower[slot, pair, CHUNK : CHUNK + STRIP] = corner.astype(dtype)
+    refs.lower[slot, pair, CHUNK + STRIP :] = (corner - corner.astype(dtype).astype(jnp.float32)).astype(dtype)
     yield
-    group = (_lanes((BLOCK, WIDTH)) & (CHUNK - 1)) >> 4
-    blocks = lower[:BLOCK]
+    blocks = [lower[i // 2][i % 2 * BLOCK : i % 2 * BLOCK + BLOCK] for i in range(CHUNK // BLOCK)]
+    group = (_lane(BLOCK) & (CHUNK - 1)) >> BLOCK_BITS
+    gathered = blocks[0]
     for i in range(1, CHUNK // BLOCK):
-        blocks = jnp.where(group == i, lower[i * BLOCK : (i + 1) * BLOCK], blocks)
-    refs.blocks[slot, pair] = blocks
+        gathered = jnp.where(group == i, blocks[i], gathered)
+    refs.blocks[slot, pair] = gathered
     yield
 
 
-def _invert(refs: Refs, slot: int, pair: int) -> Stage:
+def _invert(refs: Refs, slot: Array, pair: int) -> Stage:
     """Stage B: (I + lower)^-1, 16 x 16 blocks by exact elimination, then twice by X -= X (L X) of the joined blocks."""
-    blocks = refs.blocks[slot, pair]
-    lane = _lanes((BLOCK, WIDTH))
+    dtype = refs.inverse.dtype
+    lane = _lane(BLOCK)
     row = jax.lax.broadcasted_iota(jnp.int32, (BLOCK, WIDTH), 0)
-    inverse = jnp.where((lane & (BLOCK - 1)) == row, 1.0, 0.0)
-    start = lane & -BLOCK
-    tops = [inverse[:8], inverse[8:]]
-    parts = [blocks[:8], blocks[8:]]
+    start = lane[:8] & -BLOCK
+    identity = jnp.where((lane & (BLOCK - 1)) == row, 1.0, 0.0)
+    blocks = refs.blocks[slot, pair]
+    inverse, columns = [identity[:8], identity[8:]], [blocks[:8], blocks[8:]]
     for j in range(BLOCK - 1):
-        pivot = tops[j // 8][j % 8 : j % 8 + 1]
+        pivot = inverse[j // 8][j % 8 : j % 8 + 1]
         for half in range((j + 1) // 8, 2):
-            column = jnp.take_along_axis(parts[half], start[:8] + j, axis=1, mode="promise_in_bounds")
-            tops[half] = tops[half] - column * pivot
+            column = jnp.take_along_axis(columns[half], start + j, axis=1, mode="promise_in_bounds")
+            inverse[half] = inverse[half] - column * pivot
         yield
-    exact = jnp.concatenate(tops, axis=0)
-    group = (lane & (CHUNK - 1)) >> 4
-    whole = _bf16(jnp.concatenate([jnp.where(group == i, exact, 0.0) for i in range(CHUNK // BLOCK)], axis=0))
+    exact = jnp.concatenate(inverse, axis=0)
+    group = (lane & (CHUNK - 1)) >> BLOCK_BITS
+    whole = [jnp.where(group == i, exact, 0.0) for i in range(CHUNK // BLOCK)]
+    whole = jnp.concatenate(whole, axis=0).astype(dtype)
     yield
-    lower = refs.lower[slot, pair]
-    group = (_lanes((BLOCK, WIDTH)) & (CHUNK - 1)) >> 4
-    zero = jnp.zeros((BLOCK, WIDTH), jnp.bfloat16)
+    lower = refs.lower[slot, pair, :CHUNK]
+    zero = jnp.zeros((BLOCK, WIDTH), dtype)
     below = [jnp.where(group == i - 1, lower[i * BLOCK : (i + 1) * BLOCK], 0) for i in (1, 3)]
-    product = _bf16(_dot(jnp.concatenate(below, axis=0), _diagonal(whole)))
+    product = _dot(jnp.concatenate(below, axis=0), _diagonal(whole)).astype(dtype)
     yield
     odd = jnp.concatenate([zero, product[:BLOCK], zero, product[BLOCK:]], axis=0)
     stream = jnp.concatenate([whole[BLOCK : 2 * BLOCK], whole[3 * BLOCK :]], axis=0)
-    product = _bf16(_dot(stream, _diagonal(odd)))
+    product = _dot(stream, _diagonal(odd)).astype(dtype)
     yield
     whole = whole - jnp.concatenate([zero, product[:BLOCK], zero, product[BLOCK:]], axis=0)
-    below = jnp.where((_lanes((STRIP, WIDTH)) & (CHUNK - 1)) < STRIP, lower[STRIP:], 0)
-    product = _bf16(_dot(below, _diagonal(whole)))
+    product = _dot(refs.lower[slot, pair, CHUNK:], _diagonal(whole))
+    product = (product[:STRIP] + product[STRIP:]).astype(dtype)
     yield
-    zero = jnp.zeros((STRIP, WIDTH), jnp.bfloat16)
-    product = _bf16(_dot(whole[STRIP:], _diagonal(jnp.concatenate([zero, product], axis=0))))
+    zero = jnp.zeros((STRIP, WIDTH), dtype)
+    product = _dot(whole[STRIP:], _diagonal(jnp.concatenate([zero, product], axis=0))).astype(dtype)
     yield
     refs.inverse[slot, pair] = jnp.concatenate([whole[:STRIP], whole[STRIP:] - product], axis=0)
     yield
 
 
-def _advance(refs: Refs, decays: Array, rows: slice, slot: int, pair: int) -> Stage:
+def _advance(static: Static, refs: Refs, decays: Array, chunk: int, slot: Array, pair: int) -> Stage:
     """Stage C: the outputs of a chunk and the state after it."""
-    heads = (2 * pair, 2 * pair + 1)
-    zero = jnp.zeros((CHUNK, WIDTH), jnp.bfloat16)
+    operand = static.operand
+    rows, heads = slice(chunk * CHUNK, (chunk + 1) * CHUNK), (2 * pair, 2 * pair + 1)
+    zero = jnp.zeros((CHUNK, WIDTH), operand)
 
     def diagonal(a: Array, b: Array) -> Array:
         return jnp.concatenate([jnp.concatenate([a, zero], 1), jnp.concatenate([zero, b], 1)], 0)
 
     seen = []
     for h in heads:
-        seen.append(_dot(refs.read[slot, h], _bf16(refs.state[h])))
+        seen.append(_dot(refs.read[slot, h], refs.state[h].astype(operand)))
         yield
     values = []
     for h, read in zip(heads, seen, strict=True):
         v = refs.v[0, rows, h * WIDTH : (h + 1) * WIDTH].astype(jnp.float32)
-        values.append(_bf16(v - read[:CHUNK]))
+        if static.segmented:
+            v = jnp.where(refs.valid[slot] > 0, v, 0.0)
+        values.append((v - read[:CHUNK]).astype(operand))
         yield
-    solved = _bf16(_dot(refs.inverse[slot, pair], diagonal(*values)))
+    solved = _dot(refs.inverse[slot, pair], diagonal(*values)).astype(operand)
     yield
     stream = jnp.concatenate([refs.scores[slot, pair], refs.write[slot, pair].T], axis=0)
     result = _dot(stream, diagonal(solved[:, :WIDTH], solved[:, WIDTH:]))
@@ -273,27 +355,48 @@ def _advance(refs: Refs, decays: Array, rows: slice, slot: int, pair: int) -> St
         yield
 
 
-def _run(stages: list[tuple[float, float, int, list[Stage]]]) -> None:
-    """Emit the stages' operations interleaved: each stage, all pairs in lockstep, spread evenly over its window."""
+# ---------------------------------------------------------------------------------------------------------------------
+# The order in which the stages' operations are emitted
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _tuned() -> dict[str, list[list[list[float]]]]:
+    """By heads of one step, for each chunk of the step and each stage: from where to where it is emitted, and a power."""
+    return json.loads((Path(__file__).parent / "tuned" / "forward.json").read_text())["heads"]
+
+
+def windows_for(heads: int) -> list[list[list[float]]]:
+    """The tuned windows of `heads` heads a step: exact, otherwise of the nearest tuned number."""
+    tuned = _tuned()
+    return tuned[min(tuned, key=lambda known: abs(int(known) - heads))]
+
+
+def _emit(stages: list[tuple[list[float], int, list[Stage]]]) -> None:
+    """Emit stages of (window, yields, one generator per pair) interleaved.
+
+    The compiler keeps close to the order of emission. Each stage runs through all pairs in lockstep, which hides
+    latencies, and is spread over its window: evenly at power 1, denser at the end below 1.
+    """
     events = []
-    for index, (lo, hi, count, group) in enumerate(stages):
-        events += [(lo + (hi - lo) * (i + 0.5) / count, index, i) for i in range(count)]
-    for _, index, _ in sorted(events):
-        for stage in stages[index][3]:
+    for index, ((start, stop, power), yields, _) in enumerate(stages):
+        events += [(start + (stop - start) * ((i + 0.5) / yields) ** power, i, index) for i in range(yields)]
+    for _, _, index in sorted(events):
+        for stage in stages[index][2]:
             next(stage)
-    for *_, group in stages:
+    for _, yields, group in stages:
         for stage in group:
-            assert next(stage, 0) == 0
+            if next(stage, group) is not group:
+                raise AssertionError(f"a stage has more than its {yields} yields")
 
 
-import os
-WINDOWS = eval(os.environ.get('W','[(0, 1), (0, 1), (0, 1)]'))
-ORDER = eval(os.environ.get('O','(0,1,2)'))
-COUNTS = (24, 21, 10)
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop over all blocks of all sequences and groups of heads, with its own pipeline of copies
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Position(NamedTuple):
-    """A block of the grid: sequence, group of heads, block of tokens."""
+    """A block of work: sequence, group of heads, block of tokens."""
 
     batch: Array
     group: Array
@@ -301,129 +404,165 @@ class Position(NamedTuple):
 
 
 class Hbm(NamedTuple):
-    """The arrays in HBM."""
+    """The arrays in HBM: token arrays [B, T, H 128], beta [B, G, T, heads], documents [B, T / 64, 8, 128], states."""
 
     q: Array
     k: Array
+    v: Array
     gate: Array
     beta: Array
-    v: Array
-    state: Array
+    documents: Array
+    initial: Array
     out: Array
-    last: Array
+    final: Array
 
 
-def _kernel(shape: Shape, *refs: Array) -> None:
-    q, k, v, gate, beta, affine, prefix, state_in, out, state_out, *rest = refs
-    hbm = Hbm(q, k, gate, beta, v, state_in, out, state_out)
-    buffers, scratch, semaphores, once = rest[:6], rest[6:14], rest[14], rest[15]
-    *early, v_buffer, out_buffer = buffers
-    tall, wide = shape.chunks * CHUNK, shape.heads * WIDTH
-    count = shape.sequences * shape.groups * shape.blocks
+class Copies:
+    """The copies between HBM and the two buffers of every operand, by position; a block's buffer is its number's parity."""
 
-    def window(ref: Array, at: Position) -> Array:
+    def __init__(self, static: Static, hbm: Hbm, refs: Refs, semaphores: Array):
+        self.static, self.hbm, self.refs, self.semaphores = static, hbm, refs, semaphores
+
+    def _window(self, ref: Array, at: Position) -> Array:
+        tall, wide = CHUNKS * CHUNK, self.static.heads * WIDTH
         return ref.at[at.batch, pl.ds(at.block * tall, tall), pl.ds(at.group * wide, wide)]
 
-    def inputs(at: Position, slot: Array) -> list[Array]:
-        sources = [window(hbm.q, at), window(hbm.k, at), window(hbm.gate, at)]
-        sources.append(hbm.beta.at[at.batch, at.group, pl.ds(at.block * tall, tall)])
+    def inputs(self, at: Position, buffer: Array) -> list[Array]:
+        """What stage A needs."""
+        hbm, refs, tall = self.hbm, self.refs, CHUNKS * CHUNK
+        pairs = [(self._window(getattr(hbm, name), at), getattr(refs, name)) for name in ("q", "k", "gate")]
+        pairs.append((hbm.beta.at[at.batch, at.group, pl.ds(at.block * tall, tall)], refs.beta))
+        if self.static.segmented:
+            pairs.append((hbm.documents.at[at.batch, pl.ds(at.block * CHUNKS, CHUNKS)], refs.documents))
         return [
-            pltpu.make_async_copy(source, buffer.at[slot], semaphores.at[slot, i])
-            for i, (source, buffer) in enumerate(zip(sources, early, strict=True))
+            pltpu.make_async_copy(source, target.at[buffer], self.semaphores.at[buffer, i])
+            for i, (source, target) in enumerate(pairs)
         ]
 
-    def values(at: Position, slot: Array) -> list[Array]:
-        return [pltpu.make_async_copy(window(hbm.v, at), v_buffer.at[slot], semaphores.at[slot, 4])]
+    def values(self, at: Position, buffer: Array) -> list[Array]:
+        """What stage C needs."""
+        source, target = self._window(self.hbm.v, at), self.refs.v.at[buffer]
+        return [pltpu.make_async_copy(source, target, self.semaphores.at[buffer, 5])]
 
-    def outputs(at: Position, slot: Array) -> list[Array]:
-        return [pltpu.make_async_copy(out_buffer.at[slot], window(hbm.out, at), semaphores.at[slot, 5])]
+    def outputs(self, at: Position, buffer: Array) -> list[Array]:
+        """What stage C yields."""
+        source, target = self.refs.out.at[buffer], self._window(self.hbm.out, at)
+        return [pltpu.make_async_copy(source, target, self.semaphores.at[buffer, 6])]
 
-    def start(copies: list[Array]) -> None:
-        for copy in copies:
-            copy.start()
+    def heads(self, at: Position) -> Array:
+        """The heads of a group, as an index into states."""
+        return pl.ds(at.group * self.static.heads, self.static.heads)
 
-    def wait(copies: list[Array]) -> None:
-        for copy in copies:
-            copy.wait()
 
-    def following(at: Position) -> Position:
-        wrap = at.block + 1 == shape.blocks
-        block = jnp.where(wrap, 0, at.block + 1)
-        group = at.group + wrap.astype(jnp.int32)
-        wrap = group == shape.groups
-        return Position(at.batch + wrap.astype(jnp.int32), jnp.where(wrap, 0, group), block)
+def _start(copies: list[Array]) -> None:
+    for copy in copies:
+        copy.start()
 
-    state = scratch[0]
+
+def _wait(copies: list[Array]) -> None:
+    for copy in copies:
+        copy.wait()
+
+
+def _following(static: Static, at: Position) -> Position:
+    wrap = at.block + 1 == static.blocks
+    group = at.group + wrap.astype(jnp.int32)
+    block = jnp.where(wrap, 0, at.block + 1)
+    wrap = group == static.groups
+    return Position(at.batch + wrap.astype(jnp.int32), jnp.where(wrap, 0, group), block)
+
+
+def _compute(static: Static, refs: Refs, current: Position, here: Array) -> None:
+    """One step: gate and scores of block i, the output of block i - 1, the inverses of the chunks between."""
+    there = 1 - here
+    buffers = (here,) * 5 + (there,) * 2
+    views = [ref.at[pl.ds(buffer, 1)] for ref, buffer in zip(refs[:7], buffers, strict=True)]
+    refs = Refs(*views, refs.affine.at[current.group], *refs[8:])
+    pairs = range(static.heads // 2)
+    stages = []
+    for chunk, windows in enumerate(windows_for(static.heads)):
+        # Slots by age in chunks; the scratch holds two blocks.
+        ages = [(there if chunk < age else here) * CHUNKS + (chunk - age) % CHUNKS for age in range(3)]
+        decays = refs.decay[ages[2]].T
+        groups = [
+            [_gate_and_scores(static, refs, chunk, ages[0], pair) for pair in pairs],
+            [_invert(refs, ages[1], pair) for pair in pairs],
+            [_advance(static, refs, decays, chunk, ages[2], pair) for pair in pairs],
+        ]
+        stages += list(zip(windows, YIELDS, groups, strict=True))
+    _emit(stages)
+
+
+def _kernel(static: Static, *args: Array) -> None:
+    q, k, v, gate, beta, documents, affine, prefix, initial, out, final, *rest = args
+    *buffers, semaphores = rest
+    hbm = Hbm(q, k, v, gate, beta, documents, initial, out, final)
+    refs = Refs(*buffers[:7], affine, prefix, *buffers[7:])
+    copies = Copies(static, hbm, refs, semaphores)
+    count = static.sequences * static.groups * static.blocks
 
     def step(i: Array, carry: tuple[Position, Position]) -> tuple[Position, Position]:
         previous, current = carry
-        upcoming = following(current)
+        upcoming = _following(static, current)
         here, there = i & 1, 1 - (i & 1)
 
         @pl.when(i < count)
         def _() -> None:
-            wait(inputs(current, here))
-            start(values(current, here))
+            _wait(copies.inputs(current, here))
+            _start(copies.values(current, here))
 
         @pl.when(i + 1 < count)
         def _() -> None:
-            start(inputs(upcoming, there))
+            _start(copies.inputs(upcoming, there))
 
         @pl.when(i > 0)
         def _() -> None:
-            wait(values(previous, there))
-
-        heads = pl.ds(previous.group * shape.heads, shape.heads)
+            _wait(copies.values(previous, there))
 
         @pl.when((i > 0) & (previous.block == 0))
         def _() -> None:
-            pltpu.sync_copy(hbm.state.at[previous.batch, heads], state)
+            pltpu.sync_copy(hbm.initial.at[previous.batch, copies.heads(previous)], refs.state)
 
         @pl.when(i > 2)
         def _() -> None:
-            wait(outputs(previous, there))
+            _wait(copies.outputs(previous, there))
 
-        named = Refs(
-            *(ref.at[pl.ds(x, 1)] for ref, x in zip(buffers, (here, here, here, here, there, there), strict=True)),
-            shape.scale,
-            affine.at[current.group],
-            prefix,
-            *scratch,
-        )
-        pairs = range(shape.heads // 2)
-        stages = []
-        for u in range(shape.chunks):
-            rows = slice(u * CHUNK, (u + 1) * CHUNK)
-
-            def slot(lag: int, u: int = u) -> Array:
-                steps, sub = divmod(u - lag, shape.chunks)
-                return (here if steps == 0 else there) * shape.chunks + sub
-
-            decays = named.decay[slot(2)].T
-            work = [
-                [_gate_and_scores(named, rows, slot(0), p) for p in pairs],
-                [_invert(named, slot(1), p) for p in pairs],
-                [_advance(named, decays, rows, slot(2), p) for p in pairs],
-            ]
-            stages += [(WINDOWS[i][0] + u, WINDOWS[i][1] + u, COUNTS[i], work[i]) for i in ORDER]
-        _run(stages)
+        _compute(static, refs, current, here)
 
         @pl.when(i > 0)
         def _() -> None:
-            start(outputs(previous, there))
+            _start(copies.outputs(previous, there))
 
-        @pl.when((i > 0) & (previous.block == shape.blocks - 1))
+        @pl.when((i > 0) & (previous.block == static.blocks - 1))
         def _() -> None:
-            pltpu.sync_copy(state, hbm.last.at[previous.batch, heads])
+            pltpu.sync_copy(refs.state, hbm.final.at[previous.batch, copies.heads(previous)])
 
         return current, upcoming
 
     first = Position(jnp.int32(0), jnp.int32(0), jnp.int32(0))
-    start(inputs(first, jnp.int32(0)))
+    _start(copies.inputs(first, jnp.int32(0)))
     jax.lax.fori_loop(0, count + 1, step, (first, first))
-    wait(outputs(first, jnp.int32(count & 1)))
-    if count > 1:
-        wait(outputs(first, jnp.int32((count - 1) & 1)))
+    for block in range(max(count - 2, 0), count):
+        _wait(copies.outputs(first, jnp.int32(block & 1)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From arrays to the kernel
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def check(width: int, value: int, lower_bound: float) -> None:
+    """Raise NotImplementedError for what the kernel does not do."""
+    if (width, value) != (WIDTH, WIDTH):
+        raise NotImplementedError(f"kda's tpu body needs K = V = {WIDTH}, not K={width} and V={value}: use 'xla'")
+    lowest = -MAX_EXPONENT / (LOG2E * (MIDDLE + 1))
+    if lower_bound < lowest:
+        raise NotImplementedError(f"kda's tpu body needs lower_bound >= {lowest:.2f}, not {lower_bound}")
+
+
+def heads_per_step(heads: int) -> int:
+    """The largest even divisor up to 16 of an even number of heads."""
+    return max(n for n in range(2, MAX_HEADS + 1, 2) if heads % n == 0)
 
 
 def forward(
@@ -436,56 +575,123 @@ def forward(
     parameters: Parameters,
     segments: Segments | None,
     *,
-    chunks: int = 2,
-    heads_per_step: int = 8,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """As `reference.forward`, in one kernel."""
-    batch, length, heads, width = q.shape
-    local = min(heads, heads_per_step)
-    shape = Shape(batch, heads // local, local, chunks, -(-length // (CHUNK * chunks)), parameters.scale)
-    flat = [x.reshape(batch, length, heads * WIDTH) for x in (q, k, v, gate)]
-    beta = jnp.moveaxis(beta.astype(jnp.float32).reshape(batch, length, shape.groups, local), 2, 1)
-    tall, wide = CHUNK * chunks, local * WIDTH
-    a = jnp.repeat(0.5 * jnp.exp(parameters.a_log.astype(jnp.float32)), WIDTH)
-    affine = jnp.stack([a, a * parameters.dt_bias.reshape(-1)])
-    affine = jnp.moveaxis(affine.reshape(2, shape.groups, wide), 1, 0)
-    pairs, slots = local // 2, 2 * chunks
-    token = pltpu.VMEM((2, tall, wide), jnp.bfloat16)
-    scratch = [
-        token,
-        token,
-        token,
-        pltpu.VMEM((2, tall, local), jnp.float32),
-        token,
-        token,
-        pltpu.VMEM((local, WIDTH, WIDTH), jnp.float32),
-        pltpu.VMEM((slots, pairs, CHUNK, WIDTH), jnp.bfloat16),
-        pltpu.VMEM((slots, pairs, BLOCK, WIDTH), jnp.float32),
-        pltpu.VMEM((slots, pairs, CHUNK, WIDTH), jnp.bfloat16),
-        pltpu.VMEM((slots, local, 2 * CHUNK, WIDTH), jnp.bfloat16),
-        pltpu.VMEM((slots, pairs, 2 * CHUNK, WIDTH), jnp.bfloat16),
-        pltpu.VMEM((slots, local, WIDTH), jnp.float32),
-        pltpu.VMEM((slots, pairs, CHUNK, WIDTH), jnp.bfloat16),
-        pltpu.SemaphoreType.DMA((2, 6)),
-        pltpu.SemaphoreType.DMA,
-    ]
-    anywhere, inside = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.VMEM)
-    in_hbm = [*flat, beta, initial_state]
+    """As `reference.forward`, in one kernel; operands are rounded to bf16 unless an input is float32.
+
+    Rows are padded to 128 tokens and heads to an even number, which copies the inputs where they are not.
+    """
+    check(q.shape[-1], v.shape[-1], parameters.lower_bound)
+    batch, length, heads = beta.shape
+    rows, odd = -length % (CHUNK * CHUNKS), heads % 2
+    if rows or odd:
+        q, k, v, gate, beta = (_pad(x, {1: rows, 2: odd}) for x in (q, k, v, gate, beta))
+        initial_state = _pad(initial_state, {1: odd})
+        a_log, dt_bias = _pad(parameters.a_log, {0: odd}), _pad(parameters.dt_bias, {0: odd})
+        parameters = parameters._replace(a_log=a_log, dt_bias=dt_bias)
+    if rows and segments is None:
+        segments = Segments(jnp.ones((batch, length), bool), jnp.zeros((batch, length), jnp.int32))
+    documents = None
+    if segments is not None:
+        documents = _document_tiles(_pad(segments.valid, {1: rows}), _pad(segments.document, {1: rows}, "edge"))
+    out, state = _call(q, k, v, gate, beta, initial_state, parameters, documents, interpret)
+    return out[:, :length, :heads], state[:, :heads]
+
+
+def _pad(x: Array, by: dict[int, int], mode: str = "constant") -> Array:
+    return jnp.pad(x, [(0, by.get(axis, 0)) for axis in range(x.ndim)], mode=mode)
+
+
+def _document_tiles(valid: Array, document: Array) -> Float[Array, "B N 8 128"]:
+    """Per chunk the rows that `_documents` reads; float32 counts documents exactly up to 2^24."""
+    batch, length = document.shape
+    inside = jnp.tile(document.reshape(batch, -1, CHUNK), (1, 1, 2))
+    after = jnp.broadcast_to(inside[..., -1:], inside.shape)
+    before = jnp.concatenate([jnp.zeros_like(after[:, :1]), after[:, :-1]], axis=1)
+    inside_valid = jnp.tile(valid.reshape(batch, -1, CHUNK), (1, 1, 2))
+    tiles = jnp.stack([inside, before, after, inside_valid.astype(inside.dtype)], axis=2).astype(jnp.float32)
+    return _pad(tiles, {2: 4})
+
+
+def _call(
+    q: Array,
+    k: Array,
+    v: Array,
+    gate: Array,
+    beta: Array,
+    initial_state: Array,
+    parameters: Parameters,
+    documents: Array | None,
+    interpret: bool,
+) -> tuple[Array, Array]:
+    """The kernel on an even number of heads and whole blocks of tokens."""
+    batch, length, heads, _ = q.shape
+    exact = any(x.dtype == jnp.float32 for x in (q, k, v, gate))
+    local = heads_per_step(heads)
+    static = Static(
+        sequences=batch,
+        groups=heads // local,
+        heads=local,
+        blocks=length // (CHUNK * CHUNKS),
+        scale=parameters.scale,
+        operand=jnp.dtype(jnp.float32 if exact else jnp.bfloat16),
+        segmented=documents is not None,
+    )
+    if documents is None:
+        documents = jnp.zeros((1, 1, 8, WIDTH), jnp.float32)
+    beta = jnp.moveaxis(beta.astype(jnp.float32).reshape(batch, length, static.groups, local), 2, 1)
+    slope = jnp.repeat(0.5 * jnp.exp(parameters.a_log.astype(jnp.float32)), WIDTH)
+    affine = jnp.stack([slope, slope * parameters.dt_bias.astype(jnp.float32).reshape(-1)])
+    affine = jnp.moveaxis(affine.reshape(2, static.groups, -1), 1, 0)
+    in_hbm = [*(x.reshape(batch, length, -1) for x in (q, k, v, gate)), beta, documents]
+    in_hbm.append(initial_state.astype(jnp.float32))
     if not interpret:  # without this XLA may place them in VMEM, where a copy costs vector instructions
         in_hbm = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in in_hbm]
-    *tokens, initial_state = in_hbm
+    prefix = jnp.asarray(prefix_matrix(parameters.lower_bound, static.operand))
+    hbm, vmem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.VMEM)
     out, state = pl.pallas_call(
-        partial(_kernel, shape),
+        partial(_kernel, static),
         out_shape=(
-            pltpu.HBM(flat[2].shape, v.dtype),
+            pltpu.HBM(in_hbm[2].shape, v.dtype),
             pltpu.HBM(initial_state.shape, jnp.float32),
         ),
-        in_specs=[anywhere] * 5 + [inside] * 2 + [anywhere],
-        out_specs=(anywhere, anywhere),
-        scratch_shapes=scratch,
+        in_specs=[hbm] * 6 + [vmem] * 2 + [hbm],
+        out_specs=(hbm, hbm),
+        scratch_shapes=_scratch(static, {"q": q, "k": k, "gate": gate, "v": v}),
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
         name="kda_forward",
         interpret=interpret,
-    )(*tokens, affine, jnp.asarray(prefix_matrix(parameters.lower_bound)), initial_state)
+    )(*in_hbm[:6], affine, prefix, in_hbm[6])
     return out.reshape(v.shape), state
+
+
+def _scratch(static: Static, tokens: dict[str, Array]) -> list[Array]:
+    """In the order of `Refs`, without its VMEM inputs, and the semaphores."""
+    heads, pairs, operand = static.heads, static.heads // 2, static.operand
+    tall = CHUNKS * CHUNK
+
+    def token(name: str) -> Array:
+        return pltpu.VMEM((2, tall, heads * WIDTH), tokens[name].dtype)
+
+    def slots(*shape: int, dtype: jnp.dtype = operand) -> Array:
+        return pltpu.VMEM((2 * CHUNKS, *shape, WIDTH), dtype)
+
+    return [
+        token("q"),
+        token("k"),
+        token("gate"),
+        pltpu.VMEM((2, tall, heads), jnp.float32),  # beta
+        pltpu.VMEM((2, CHUNKS, 8, WIDTH), jnp.float32),  # documents
+        token("v"),
+        token("v"),  # out
+        pltpu.VMEM((heads, WIDTH, WIDTH), jnp.float32),  # state
+        slots(pairs, 2 * CHUNK),  # lower, and its corner twice
+        slots(pairs, BLOCK, dtype=jnp.dtype(jnp.float32)),  # blocks
+        slots(pairs, CHUNK),  # scores
+        slots(heads, 2 * CHUNK),  # read
+        slots(pairs, 2 * CHUNK),  # write
+        slots(heads, dtype=jnp.dtype(jnp.float32)),  # decay
+        slots(pairs, CHUNK),  # inverse
+        slots(CHUNK, dtype=jnp.dtype(jnp.float32)),  # valid
+        pltpu.SemaphoreType.DMA((2, 7)),
+    ]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from k3jax.config import ModelConfig, TrainRun, load_model_config
+from k3jax.config import CONFIG_DIR, ModelConfig, TrainRun, load_model_config, load_run
 from k3jax.data import Batch
 from k3jax.nn.cache import Cache
 from k3jax.nn.generate import extend
@@ -35,12 +35,13 @@ def model_shapes(config: ModelConfig, **options: Any) -> Transformer:
 
 
 def test_train_step_of_k3_mini_fits_one_device(config: ModelConfig, compile_on):
-    run = TrainRun(model=config, stack="scan", remat="layer")
-    model = model_shapes(config, remat="layer")
+    run = load_run(TrainRun, CONFIG_DIR / "train" / "k3_mini.yaml", ["accumulate=1"])
+    assert (run.model, run.stack, run.remat) == (config, "scan", "layer")
+    model = model_shapes(config, remat=run.remat)
     params, _, rest = split_model(model)
-    optimizer = make_optimizer(run.optimizer, params, steps=100)
+    optimizer = make_optimizer(run.optimizer, params, steps=run.steps)
     state = jax.eval_shape(functools.partial(init_state, optimizer=optimizer), model)
-    ids = jax.ShapeDtypeStruct((4, 2048), jnp.int32)
+    ids = jax.ShapeDtypeStruct((4, 1024), jnp.int32)
     batch = Batch(tokens=ids, targets=ids, segment_ids=ids, loss_mask=jax.ShapeDtypeStruct(ids.shape, jnp.bool_))
 
     memory = compile_on(make_train_step(run, optimizer, rest), state, batch, donate=(0,)).memory_analysis()

@@ -13,7 +13,10 @@ from k3jax.nn.transformer import Transformer
 
 def random_model(config: ModelConfig, *, seed: int = 0, **kwargs: Any) -> Transformer:
     """A model in which nothing is zero, one or alike: norms, queries, gates and router biases are perturbed too."""
-    model = Transformer(config, jax.random.key(seed), **kwargs)
+    return jax.jit(lambda: _perturbed(Transformer(config, jax.random.key(seed), **kwargs), seed))()
+
+
+def _perturbed(model: Transformer, seed: int) -> Transformer:
     variables, treedef = jax.tree.flatten(model, is_leaf=is_variable)
     keys = jax.random.split(jax.random.key(seed + 1), len(variables))
 

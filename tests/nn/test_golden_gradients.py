@@ -46,7 +46,7 @@ def test_reference_gradients(directory: Path, expected: Any) -> None:
     assert_gradients_match(expected, *loss(tensors, jnp.asarray(expected["ids"])))
 
 
-@pytest.mark.parametrize(("stack", "remat"), [("scan", "layer"), ("scan", "none"), ("loop", "layer"), ("loop", "none")])
+@pytest.mark.parametrize(("stack", "remat"), [("scan", "layer"), ("scan", "none"), ("loop", "none")])
 def test_stack_gradients(directory: Path, expected: Any, stack: str, remat: str) -> None:
     model = k3jax.load(directory, dtype="float32", stack=stack)
     model.remat = remat

@@ -14,6 +14,9 @@ from k3jax.nn.transformer import Transformer
 from tests.nn.helpers import random_model, random_tokens, relative
 
 
+jitted_extend = jax.jit(extend)
+
+
 @pytest.fixture(scope="module")
 def model(small: ModelConfig) -> Transformer:
     """A random model of the small config."""
@@ -23,39 +26,41 @@ def model(small: ModelConfig) -> Transformer:
 def test_packed_documents_equal_documents_alone(model: Transformer) -> None:
     lengths = (5, 1, 23, 2)
     documents = [random_tokens(model.config, 1, n, seed=n) for n in lengths]
-    segment_ids = np.concatenate([np.full(n, i) for i, n in enumerate(lengths)] + [np.full(3, -1)])[None]
-    packed = jnp.concatenate([*documents, jnp.zeros((1, 3), jnp.int32)], axis=1)
-    logits = model(packed, segment_ids=jnp.asarray(segment_ids))
+    packed = segments([np.full(n, i) for i, n in enumerate(lengths)])
+    logits = model(jnp.pad(jnp.concatenate(documents, axis=1), ((0, 0), (0, 3))), segment_ids=packed)
     start = 0
     for document, length in zip(documents, lengths, strict=True):
-        assert relative(logits[:, start : start + length], model(document)) < 1e-5
+        alone = model(jnp.pad(document, ((0, 0), (0, 34 - length))), segment_ids=segments([np.zeros(length)]))
+        assert relative(logits[:, start : start + length], alone[:, :length]) < 1e-5
         start += length
 
 
-def test_padding_changes_neither_loss_nor_gradients(model: Transformer) -> None:
-    tokens = random_tokens(model.config, 2, 14)
+def segments(parts: list[np.ndarray]) -> jax.Array:
+    """Segment ids of one row of 34 tokens, padded with -1."""
+    ids = np.concatenate(parts)
+    return jnp.asarray(np.pad(ids, (0, 34 - len(ids)), constant_values=-1)[None], jnp.int32)
 
-    def padded_loss(model: Transformer, filler: int) -> jax.Array:
+
+def test_padding_changes_neither_loss_nor_gradients(model: Transformer) -> None:
+    poison = 60  # a token that embeds to NaN and stands in the padding only
+    poisoned = jax.tree.map(lambda w: w, model)
+    poisoned.embed = model.embed.replace(model.embed.get_value().at[poison].set(jnp.nan))
+    tokens = jnp.minimum(random_tokens(model.config, 2, 14), poison - 1)
+
+    def padded_loss(model: Transformer) -> jax.Array:
         pad = lambda x, value: jnp.pad(x, ((0, 0), (0, 6)), constant_values=value)  # noqa: E731
-        real = jnp.ones((2, 13), bool)
-        segment_ids = pad(jnp.zeros((2, 13), jnp.int32), -1)
-        arguments = (pad(tokens[:, :-1], filler), pad(tokens[:, 1:], filler), segment_ids, pad(real, False))
-        total, count = batch_loss(model, *arguments, chunk=8)
+        segment_ids, mask = pad(jnp.zeros((2, 13), jnp.int32), -1), pad(jnp.ones((2, 13), bool), False)
+        total, count = batch_loss(
+            model, pad(tokens[:, :-1], poison), pad(tokens[:, 1:], poison), segment_ids, mask, chunk=8
+        )
         return total / count
 
     expected, expected_grads = jax.jit(value_and_grad(next_token_loss))(model, tokens)
-    poisoned = model.embed.replace(model.embed.get_value().at[60].set(jnp.nan))
-    tokens = jnp.where(tokens == 60, 59, tokens)
-    expected, expected_grads = jax.jit(value_and_grad(next_token_loss))(model, tokens)
-    clean, model.embed = model.embed, poisoned  # every padded token embeds to NaN
-    try:
-        loss, grads = jax.jit(value_and_grad(padded_loss), static_argnums=1)(model, 60)
-    finally:
-        model.embed = clean
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    loss, grads = jax.jit(value_and_grad(padded_loss))(poisoned)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
     for actual, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         assert np.isfinite(actual).all()
-        assert np.linalg.norm(actual - wanted) <= 1e-4 * np.linalg.norm(wanted) + 1e-7
+        assert np.linalg.norm(actual - wanted) <= 1e-3 * np.linalg.norm(wanted) + 1e-6
 
 
 def test_a_row_without_tokens_keeps_its_cache_bit_for_bit(model: Transformer) -> None:
@@ -63,7 +68,7 @@ def test_a_row_without_tokens_keeps_its_cache_bit_for_bit(model: Transformer) ->
     for chunk, num_valid in ((7, (7, 3, 5)), (1, (1, 0, 1)), (4, (0, 4, 0))):
         before = cache
         tokens = random_tokens(model.config, 3, chunk, seed=chunk)
-        _, cache = extend(model, tokens, cache, jnp.array(num_valid))
+        _, cache = jitted_extend(model, tokens, cache, jnp.array(num_valid))
         for row in np.flatnonzero(np.array(num_valid) == 0):
             for a, b in zip(jax.tree.leaves(before.row(int(row))), jax.tree.leaves(cache.row(int(row))), strict=True):
                 np.testing.assert_array_equal(a, b)
@@ -72,14 +77,14 @@ def test_a_row_without_tokens_keeps_its_cache_bit_for_bit(model: Transformer) ->
 
 def test_tokens_past_the_end_of_the_cache_are_dropped_not_clipped(model: Transformer) -> None:
     cache = Cache.zeros(model.config, batch=1, max_len=6)
-    _, cache = extend(model, random_tokens(model.config, 1, 6), cache, jnp.array([6]))
-    _, after = extend(model, random_tokens(model.config, 1, 1, seed=9), cache, jnp.array([1]))
+    _, cache = jitted_extend(model, random_tokens(model.config, 1, 6), cache, jnp.array([6]))
+    _, after = jitted_extend(model, random_tokens(model.config, 1, 1, seed=9), cache, jnp.array([1]))
     np.testing.assert_array_equal(after.latent, cache.latent)
 
 
 def test_rows_of_a_cache_can_be_taken_out_and_put_back(model: Transformer) -> None:
     cache = Cache.zeros(model.config, batch=3, max_len=8)
-    _, cache = extend(model, random_tokens(model.config, 3, 5), cache, jnp.array([5, 2, 4]))
+    _, cache = jitted_extend(model, random_tokens(model.config, 3, 5), cache, jnp.array([5, 2, 4]))
     moved = Cache.zeros(model.config, batch=3, max_len=8).with_row(1, cache.row(2))
     assert moved.length.tolist() == [0, 4, 0]
     np.testing.assert_array_equal(moved.state[:, 1], cache.state[:, 2])

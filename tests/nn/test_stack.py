@@ -10,7 +10,6 @@ from tests.nn.conftest import make_config
 from tests.nn.helpers import random_model, random_tokens, relative
 
 CONFIGS = {
-    "five": make_config(),
     "ends in KDA": make_config(num_layers=4, mla_layers=(1,), attn_res_block=3),
     "MLA first, two dense": make_config(num_layers=6, mla_layers=(0, 3), attn_res_block=4, num_dense_layers=2),
     "dense beyond a block": make_config(num_layers=4, mla_layers=(3,), attn_res_block=1, num_dense_layers=2),
