@@ -29,11 +29,13 @@ $(VENV)/.installed-aot: $(VENV)/.installed
 
 # Large XLA temporaries are returned to the system and faulted in again at every step unless glibc is told to keep them.
 KEEP_MEMORY := MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=30000000000 GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+# LLVM's first optimisation level compiles this program in two thirds of the time, to code that is no slower.
+FAST_COMPILE := XLA_FLAGS=--xla_backend_optimization_level=1
 
 # Interrupted or run again, it continues: the training run at its last checkpoint, the prompts at the first without an answer.
 demo: setup  ## train a tiny K3 on this Python's standard library, then complete prompts with it
-	$(KEEP_MEMORY) JAX_PLATFORMS=cpu $(PY) train.py --config configs/train/tiny_cpu.yaml run_dir=runs/demo
-	JAX_PLATFORMS=cpu $(PY) serve.py --config configs/serve/tiny_cpu.yaml --checkpoint runs/demo \
+	$(KEEP_MEMORY) $(FAST_COMPILE) JAX_PLATFORMS=cpu $(PY) train.py --config configs/train/tiny_cpu.yaml run_dir=runs/demo
+	$(FAST_COMPILE) JAX_PLATFORMS=cpu $(PY) serve.py --config configs/serve/tiny_cpu.yaml --checkpoint runs/demo \
 		--input examples/prompts.jsonl --output runs/demo/completions.jsonl --show
 
 test: setup  ## the CPU test suite

@@ -114,7 +114,10 @@ def _find_loops(texts: list[str], branch_delay: int) -> tuple[Loop, ...]:
 def _trips(texts: list[str], predicate: str, first: int, branch: int) -> int:
     """From the exit test `counter + step >= bound`, the counter's step and the value it enters with."""
     body = "".join(texts[first : branch + 1])
-    test = re.search(re.escape(predicate) + r" = scmp\.ge\.s32\.totalorder (?:\(!?%p\w+\), )?(%s\d+_s\d+), (\d+) /\* loop exit test", body)
+    test = re.search(
+        re.escape(predicate) + r" = scmp\.ge\.s32\.totalorder (?:\(!?%p\w+\), )?(%s\d+_s\d+), (\d+) /\* loop exit test",
+        body,
+    )
     if test is None:
         raise ValueError(f"the loop of bundles {first:#x} to {branch:#x} has no exit test against a constant")
     counter, step = _advance(body, test[1])

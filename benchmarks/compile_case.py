@@ -30,7 +30,7 @@ def main(name: str, topology: str) -> None:
     _, (case,) = cases_of(name)
     fn, shapes, donate = case.build()
     compiled = compile_for(topology, fn, shapes, donate=donate)
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     traffic = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes, compiled.out_info)))
     print(json.dumps({"hbm_bytes": traffic, "temp_bytes": memory.temp_size_in_bytes}))
 

@@ -83,15 +83,13 @@ def measure(kernel: str, case: Case, topology: str) -> dict[str, Any]:
 
 
 def utilisation(schedules: list[Schedule]) -> dict[str, float]:
-    """The part of each kind of slot that is used, over all cycles; spills and fills are parts of loads and stores."""
+    """The part of each kind of slot that is used, over all cycles; loads and stores include fills and spills."""
     cycles = sum(schedule.cycles for schedule in schedules)
     totals = dict.fromkeys(SLOTS, 0)
     for schedule in schedules:
         for name, used in schedule.slot_cycles().items():
             totals[name] += used
     capacity = dict(zip(SLOTS, schedules[0].capacity, strict=True))
-    totals["VLOAD"] += totals["VLOAD:FILL"]
-    totals["VSTORE"] += totals["VSTORE:SPILL"]
     return {name: round(totals[name] / (cycles * capacity[name]), 4) for name in SLOTS}
 
 

@@ -107,12 +107,12 @@ def kda_decode_step(
     norm_eps: float = 1e-5,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "S H V"], Float[Array, "N W-1 C"], Float[Array, "N H K V"]]:
-    """Serve one token per row: conv with SiLU, KDA step, RMS norm per head times sigmoid(out_gate), in one kernel on TPU.
+    """Serve one token per row: conv with SiLU, KDA step, RMS norm per head times sigmoid(out_gate); one kernel on TPU.
 
     `qkv` holds q, k and v side by side (C = 2 H K + H V channels, before the conv), `conv_pool` a slot's last W - 1 of
     them; both pools are updated in place where they are donated. Row s uses `slots[s]`, each slot at most once. -1 is
     padding: output 0, nothing changes; a slot that the pool does not have changes nothing either and outputs NaN.
-    C may be split into two axes (3 H, K) in all three arrays; on a TPU that layout of `conv_pool` saves two copies of it.
+    C may be split into two axes (3 H, K) in all three arrays; on a TPU, `conv_pool` of that form is not copied.
     Raises ValueError on shapes that do not fit, NotImplementedError for a body that does not exist.
     """
     rows, heads, width = _check_rank("gate", gate, 3)
@@ -138,7 +138,7 @@ def kda_decode_step(
 
 
 def _split_like(x: Array, before: int, channels: int, after: int = 0) -> tuple[int, ...]:
-    """The channel axes that `x` should have between its other axes: one, or two where it has two that make `channels`."""
+    """The channel axes that `x` should have: one, or the two that it has if they make `channels`."""
     axes = x.shape[before : x.ndim - after]
     return axes if len(axes) == 2 and axes[0] * axes[1] == channels else (channels,)
 

@@ -23,7 +23,7 @@ def step(
     norm_weight: Float[Array, "V"],
     norm_eps: float,
 ) -> tuple[Float[Array, "S H V"], Float[Array, "N W-1 C"], Float[Array, "N H K V"]]:
-    """Gather the rows' slots, advance them by one token, scatter them back; q, k, v and o are rounded to qkv's dtype."""
+    """Gather the rows' slots, advance them by one token, scatter them back; q, k, v, o are rounded to qkv's dtype."""
     pool, (rows, heads, key) = state_pool.shape[0], gate.shape
     valid = (slots >= 0) & (slots < pool)
     # Out of range on purpose where a row has no slot: gathers fill, scatters drop (a negative index would wrap).

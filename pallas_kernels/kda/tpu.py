@@ -35,7 +35,9 @@ def forward(
     return _forward((lower_bound, scale), (q, k, v, gate, beta, initial_state, a_log, dt_bias), segments)
 
 
-def _with(body: Callable[..., Results], static: tuple[float, float], segments: Segments | None) -> Callable[..., Results]:
+def _with(
+    body: Callable[..., Results], static: tuple[float, float], segments: Segments | None
+) -> Callable[..., Results]:
     """`body` as a function of the arrays that differentiate."""
 
     def run(q, k, v, gate, beta, initial_state, a_log, dt_bias):
@@ -78,12 +80,12 @@ def decode_step(
     norm_eps: float,
 ) -> tuple[Float[Array, "S H V"], Float[Array, "N W-1 C"], Float[Array, "N H K V"]]:
     """As `decode.step`; raises NotImplementedError unless K = V = 128."""
-    a_log, dt_bias, *static = parameters
+    a_log, dt_bias, static = parameters.a_log, parameters.dt_bias, parameters[2:]
 
     def run(*arrays: Array, interpret: bool) -> tuple[Array, Array, Array]:
-        *tokens, a_log, dt_bias, conv_weights, norm_weight = arrays
-        parameters = Parameters(a_log, dt_bias, *static)
-        return tpu_decode.step(*tokens, parameters, conv_weights, norm_weight, norm_eps, interpret=interpret)
+        a_log, dt_bias, conv_weights, norm_weight = arrays[7:]
+        rest: Any = (*arrays[:7], Parameters(a_log, dt_bias, *static), conv_weights, norm_weight, norm_eps)
+        return tpu_decode.step(*rest, interpret=interpret)
 
     tokens = (qkv, gate, beta, out_gate, conv_pool, state_pool, slots)
     return _by_platform(run, *tokens, a_log, dt_bias, conv_weights, norm_weight)

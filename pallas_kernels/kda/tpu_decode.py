@@ -1,4 +1,4 @@
-"""Fused KDA decode for TPU (Pallas Mosaic): conv, SiLU, norms, gate, recurrence and gated RMS norm of one token per row.
+"""Fused KDA decode for TPU (Pallas Mosaic): conv, SiLU, norms, gate, recurrence, gated norm of one token per row.
 
 The state of a row is read once and written once in place; its [K, V] tile of a head stays in registers between decay,
 prediction, write and read. A loop runs over rows, an inner one over groups of heads; the states of the next group are
@@ -6,7 +6,7 @@ on their way in, and those of the last on their way out, while a group computes.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,47 +35,51 @@ class Static(NamedTuple):
     norm_eps: float
 
 
+Ref = Any  # of an array in HBM, VMEM or SMEM
+Copy = Any  # between them, not yet started
+
+
 class Refs(NamedTuple):
     """The kernel's arguments in order: inputs, outputs, buffers in VMEM, semaphores."""
 
-    slots: Array
-    x: Array
-    gate: Array
-    beta: Array
-    out_gate: Array
-    taps: Array
-    gate_scale: Array
-    gate_bias: Array
-    norm_weight: Array
-    selectors: Array
-    conv_in: Array
-    state_in: Array
-    out: Array
-    conv: Array
-    state: Array
-    x_buffer: Array
-    gate_buffer: Array
-    beta_buffer: Array
-    out_gate_buffer: Array
-    out_buffer: Array
-    history: Array
-    moved: Array
-    states: Array
-    scalars: Array
-    outputs: Array
-    row_in: Array
-    row_out: Array
-    conv_arrival: Array
-    conv_leaving: Array
-    arrival: Array
-    leaving: Array
+    slots: Ref
+    x: Ref
+    gate: Ref
+    beta: Ref
+    out_gate: Ref
+    taps: Ref
+    gate_scale: Ref
+    gate_bias: Ref
+    norm_weight: Ref
+    selectors: Ref
+    conv_in: Ref
+    state_in: Ref
+    out: Ref
+    conv: Ref
+    state: Ref
+    x_buffer: Ref
+    gate_buffer: Ref
+    beta_buffer: Ref
+    out_gate_buffer: Ref
+    out_buffer: Ref
+    history: Ref
+    moved: Ref
+    states: Ref
+    scalars: Ref
+    outputs: Ref
+    row_in: Ref
+    row_out: Ref
+    conv_arrival: Ref
+    conv_leaving: Ref
+    arrival: Ref
+    leaving: Ref
 
 
 def _valid(static: Static, slot: Array) -> Array:
     return (slot >= 0) & (slot < static.pool)
 
 
-def _row_copies(refs: Refs, row: Array) -> list[Array]:
+def _row_copies(refs: Refs, row: Array) -> list[Copy]:
     buffer = row & 1
     pairs = [
         (refs.x, refs.x_buffer),
@@ -89,32 +93,28 @@ def _row_copies(refs: Refs, row: Array) -> list[Array]:
     ]
 
 
-def _out_copy(refs: Refs, row: Array) -> Array:
+def _out_copy(refs: Refs, row: Array) -> Copy:
     return pltpu.make_async_copy(refs.out_buffer.at[row & 1], refs.out.at[row], refs.row_out.at[row & 1])
 
 
-def _history_copy(refs: Refs, row: Array) -> Array:
-    return pltpu.make_async_copy(
-        refs.conv.at[refs.slots[row]], refs.history.at[row & 1], refs.conv_arrival.at[row & 1]
-    )
+def _history_copy(refs: Refs, row: Array) -> Copy:
+    return pltpu.make_async_copy(refs.conv.at[refs.slots[row]], refs.history.at[row & 1], refs.conv_arrival.at[row & 1])
 
 
-def _moved_copy(refs: Refs, row: Array) -> Array:
-    return pltpu.make_async_copy(
-        refs.moved.at[row & 1], refs.conv.at[refs.slots[row]], refs.conv_leaving.at[row & 1]
-    )
+def _moved_copy(refs: Refs, row: Array) -> Copy:
+    return pltpu.make_async_copy(refs.moved.at[row & 1], refs.conv.at[refs.slots[row]], refs.conv_leaving.at[row & 1])
 
 
-def _state(static: Static, refs: Refs, row: Array, group: Array) -> Array:
+def _state(static: Static, refs: Refs, row: Array, group: Array) -> Ref:
     return refs.state.at[refs.slots[row], pl.ds(group * static.heads, static.heads)]
 
 
-def _arriving(static: Static, refs: Refs, row: Array, group: Array, buffer: Array) -> Array:
+def _arriving(static: Static, refs: Refs, row: Array, group: Array, buffer: Array) -> Copy:
     source = _state(static, refs, row, group)
     return pltpu.make_async_copy(source, refs.states.at[buffer], refs.arrival.at[buffer])
 
 
-def _departing(static: Static, refs: Refs, row: Array, group: Array, buffer: Array) -> Array:
+def _departing(static: Static, refs: Refs, row: Array, group: Array, buffer: Array) -> Copy:
     target = _state(static, refs, row, group)
     return pltpu.make_async_copy(refs.states.at[buffer], target, refs.leaving.at[buffer])
 
@@ -160,8 +160,8 @@ def selectors(heads: int) -> np.ndarray:
 def _recurrence(static: Static, refs: Refs, parts: list[Array], row: Array, group: Array, buffer: Array) -> None:
     """The step of one group of heads: states in place, outputs of the heads into `outputs`.
 
-    Key-channel vectors are needed as columns over all lanes: the matrix unit copies q and k exactly, as three terms each,
-    and the lanes' unit the decay; neither could do all three in time.
+    Key-channel vectors are needed as columns over all lanes: the matrix unit copies q and k exactly, as three terms
+    each, and the lanes' unit the decay; neither could do all three in time.
     """
     heads = pl.ds(group * static.heads, static.heads)
     q, k, v = parts
@@ -197,7 +197,7 @@ def _gated_norm(static: Static, refs: Refs, row: Array, group: Array, dtype: jnp
     refs.out_buffer[row & 1, heads] = jnp.where(_valid(static, slot), o, missing).astype(refs.out_buffer.dtype)
 
 
-def _kernel(static: Static, dtype: jnp.dtype, *args: Array) -> None:
+def _kernel(static: Static, dtype: jnp.dtype, *args: Ref) -> None:
     refs = Refs(*args)
     last_row, last_group = static.rows - 1, static.groups - 1
 
@@ -287,12 +287,12 @@ def _kernel(static: Static, dtype: jnp.dtype, *args: Array) -> None:
         def _(row: Array = row, group: Array = group, age: int = age) -> None:
             _departing(static, refs, row, group, (buffer + BUFFERS - age) % BUFFERS).wait()
 
-    for row in range(max(static.rows - 2, 0), static.rows):
-        _out_copy(refs, jnp.int32(row)).wait()
+    for last in range(max(static.rows - 2, 0), static.rows):
+        _out_copy(refs, jnp.int32(last)).wait()
 
-        @pl.when(_valid(static, refs.slots[row]))
-        def _(row: int = row) -> None:
-            _moved_copy(refs, jnp.int32(row)).wait()
+        @pl.when(_valid(static, refs.slots[last]))
+        def _(last: int = last) -> None:
+            _moved_copy(refs, jnp.int32(last)).wait()
 
 
 def _before(static: Static, row: Array, group: Array, age: int) -> tuple[Array, Array]:

@@ -1,7 +1,7 @@
 """Fused KDA forward for TPU (Pallas Mosaic): gate, norms, scores, inverse, recurrence and output in one kernel.
 
-A chunk has 64 tokens. With G the running sum of the log2 decays inside it, k1 = l2(k) exp2(G), k2 = beta l2(k) exp2(-G),
-q1 = scale l2(q) exp2(G), and S the state:
+A chunk has 64 tokens. With G the running sum of the log2 decays inside it, k1 = l2(k) exp2(G),
+k2 = beta l2(k) exp2(-G), q1 = scale l2(q) exp2(G), and S the state:
     X = (I + strict_lower(k1 k2^T))^-1 (V - k1 S)
     O = q1 S + lower(q1 k2^T) X
     S' = diag(exp2(G_end)) S + (k2 exp2(G_end))^T X
@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def prefix_matrix(lower_bound: float, operand: jnp.dtype) -> np.ndarray:
     """The matrix that turns stacked squashed gates into sums of log2 decays: [80, 208] bf16, or [80, 80] float32.
 
     The log2 decay of a token is c (1 + tanh) with c = lower_bound log2(e) / 2. Columns for 1 + tanh as two bf16 terms:
-    high part (64), low part (64), high part again for the low part of c (64), ones (16). In float32: 1 + tanh (64), ones.
+    high part (64), low part (64), high part again for the low part of c (64), ones (16). Float32: 1 + tanh (64), ones.
     """
     index = np.arange(CHUNK)
     upto = (index[None] <= index[:, None]).astype(np.float64)  # sums of tokens 0..i
@@ -86,30 +86,33 @@ def prefix_matrix(lower_bound: float, operand: jnp.dtype) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------------------------------
 
 Stage = Iterator[None]
+Ref = Any  # of an array in HBM or VMEM
+Copy = Any  # between them, not yet started
 YIELDS = (24, 21, 10)  # of the three stages
 
 
 class Refs(NamedTuple):
     """What the stages read and write in VMEM; the scratch from `state` on is indexed by slot and pair or head."""
 
-    q: Array
-    k: Array
-    gate: Array
-    beta: Array
-    documents: Array
-    v: Array
-    out: Array
-    affine: Array
-    prefix: Array
-    state: Array
-    lower: Array
-    blocks: Array
-    scores: Array
-    read: Array
-    write: Array
-    decay: Array
-    inverse: Array
-    valid: Array
+    q: Ref
+    k: Ref
+    gate: Ref
+    beta: Ref
+    documents: Ref
+    v: Ref
+    out: Ref
+    affine: Ref
+    prefix: Ref
+    selectors: Ref
+    state: Ref
+    lower: Ref
+    blocks: Ref
+    scores: Ref
+    read: Ref
+    write: Ref
+    decay: Ref
+    inverse: Ref
+    valid: Ref
 
 
 class Documents(NamedTuple):
@@ -142,6 +145,21 @@ def _dot(a: Array, b: Array, *, transpose_b: bool = False) -> Array:
     dims = (((1,), (1 if transpose_b else 0,)), ((), ()))
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _three_terms(x: Array) -> Array:
+    """Float32 rows as bf16 rows that sum to them (to 2^-24), stacked three times, and as many zeros."""
+    terms = []
+    for _ in range(3):
+        terms.append(x.astype(jnp.bfloat16))
+        x = x - terms[-1].astype(jnp.float32)
+    return jnp.concatenate([*terms, jnp.zeros_like(terms[0])], axis=0)
+
+
+def selectors(heads: int) -> np.ndarray:
+    """[pairs, 4 heads, 256]: times transposed `_three_terms`, a pair's two rows as columns over 128 lanes each."""
+    pair, row, lane = np.ogrid[: heads // 2, : 4 * heads, : 2 * WIDTH]
+    return (row % heads == 2 * pair + lane // WIDTH).astype(jnp.bfloat16)
 
 
 def _lane(rows: int) -> Array:
@@ -192,7 +210,7 @@ def _gate_and_scores(static: Static, refs: Refs, chunk: int, slot: Array, pair: 
     documents = _documents(refs.documents[0, chunk]) if static.segmented else None
     valid = None if documents is None else documents.valid
 
-    def load(ref: Array, h: int) -> Array:
+    def load(ref: Ref, h: int) -> Array:
         x = ref[0, rows, h * WIDTH : (h + 1) * WIDTH].astype(jnp.float32)
         return x if valid is None else jnp.where(valid, x, 0.0)
 
@@ -243,7 +261,9 @@ def _gate_and_scores(static: Static, refs: Refs, chunk: int, slot: Array, pair: 
     yield from _scores(refs, documents, (k1, q1, k2, across), slot, pair)
 
 
-def _scores(refs: Refs, documents: Documents | None, operands: tuple[list[Array], ...], slot: Array, pair: int) -> Stage:
+def _scores(
+    refs: Refs, documents: Documents | None, operands: tuple[list[Array], ...], slot: Array, pair: int
+) -> Stage:
     """Both score matrices of two heads side by side, strip after strip, from one product with both heads' keys."""
     k1, q1, k2, across = operands
     left, column = _lane(STRIP) < CHUNK, _lane(STRIP) & (CHUNK - 1)
@@ -298,8 +318,8 @@ def _invert(refs: Refs, slot: Array, pair: int) -> Stage:
         yield
     exact = jnp.concatenate(inverse, axis=0)
     group = (lane & (CHUNK - 1)) >> BLOCK_BITS
-    whole = [jnp.where(group == i, exact, 0.0) for i in range(CHUNK // BLOCK)]
-    whole = jnp.concatenate(whole, axis=0).astype(dtype)
+    diagonal = [jnp.where(group == i, exact, 0.0) for i in range(CHUNK // BLOCK)]
+    whole = jnp.concatenate(diagonal, axis=0).astype(dtype)
     yield
     lower = refs.lower[slot, pair, :CHUNK]
     zero = jnp.zeros((BLOCK, WIDTH), dtype)
@@ -342,6 +362,8 @@ def _advance(static: Static, refs: Refs, decays: Array, chunk: int, slot: Array,
         values.append((v - read[:CHUNK]).astype(operand))
         yield
     solved = _dot(refs.inverse[slot, pair], diagonal(*values)).astype(operand)
+    # The matrix unit copies decays of key channels over the lanes: the unit that moves lanes has more to do.
+    decay = _dot(decays, refs.selectors[pair])
     yield
     stream = jnp.concatenate([refs.scores[slot, pair], refs.write[slot, pair].T], axis=0)
     result = _dot(stream, diagonal(solved[:, :WIDTH], solved[:, WIDTH:]))
@@ -351,7 +373,7 @@ def _advance(static: Static, refs: Refs, decays: Array, chunk: int, slot: Array,
         output = seen[i][CHUNK:] + result[:CHUNK, lanes]
         refs.out[0, rows, h * WIDTH : (h + 1) * WIDTH] = output.astype(refs.out.dtype)
         yield
-        refs.state[h] = refs.state[h] * decays[:, h : h + 1] + result[CHUNK:, lanes]
+        refs.state[h] = refs.state[h] * decay[:, lanes] + result[CHUNK:, lanes]
         yield
 
 
@@ -362,7 +384,7 @@ def _advance(static: Static, refs: Refs, decays: Array, chunk: int, slot: Array,
 
 @cache
 def _tuned() -> dict[str, list[list[list[float]]]]:
-    """By heads of one step, for each chunk of the step and each stage: from where to where it is emitted, and a power."""
+    """By heads of one step, for each chunk of it and each stage: from where to where it is emitted, and a power."""
     return json.loads((Path(__file__).parent / "tuned" / "forward.json").read_text())["heads"]
 
 
@@ -406,28 +428,28 @@ class Position(NamedTuple):
 class Hbm(NamedTuple):
     """The arrays in HBM: token arrays [B, T, H 128], beta [B, G, T, heads], documents [B, T / 64, 8, 128], states."""
 
-    q: Array
-    k: Array
-    v: Array
-    gate: Array
-    beta: Array
-    documents: Array
-    initial: Array
-    out: Array
-    final: Array
+    q: Ref
+    k: Ref
+    v: Ref
+    gate: Ref
+    beta: Ref
+    documents: Ref
+    initial: Ref
+    out: Ref
+    final: Ref
 
 
 class Copies:
-    """The copies between HBM and the two buffers of every operand, by position; a block's buffer is its number's parity."""
+    """The copies between HBM and the two buffers of every operand; a block's buffer is its number's parity."""
 
-    def __init__(self, static: Static, hbm: Hbm, refs: Refs, semaphores: Array):
+    def __init__(self, static: Static, hbm: Hbm, refs: Refs, semaphores: Ref):
         self.static, self.hbm, self.refs, self.semaphores = static, hbm, refs, semaphores
 
-    def _window(self, ref: Array, at: Position) -> Array:
+    def _window(self, ref: Ref, at: Position) -> Ref:
         tall, wide = CHUNKS * CHUNK, self.static.heads * WIDTH
         return ref.at[at.batch, pl.ds(at.block * tall, tall), pl.ds(at.group * wide, wide)]
 
-    def inputs(self, at: Position, buffer: Array) -> list[Array]:
+    def inputs(self, at: Position, buffer: Array) -> list[Copy]:
         """What stage A needs."""
         hbm, refs, tall = self.hbm, self.refs, CHUNKS * CHUNK
         pairs = [(self._window(getattr(hbm, name), at), getattr(refs, name)) for name in ("q", "k", "gate")]
@@ -439,27 +461,27 @@ class Copies:
             for i, (source, target) in enumerate(pairs)
         ]
 
-    def values(self, at: Position, buffer: Array) -> list[Array]:
+    def values(self, at: Position, buffer: Array) -> list[Copy]:
         """What stage C needs."""
         source, target = self._window(self.hbm.v, at), self.refs.v.at[buffer]
         return [pltpu.make_async_copy(source, target, self.semaphores.at[buffer, 5])]
 
-    def outputs(self, at: Position, buffer: Array) -> list[Array]:
+    def outputs(self, at: Position, buffer: Array) -> list[Copy]:
         """What stage C yields."""
         source, target = self.refs.out.at[buffer], self._window(self.hbm.out, at)
         return [pltpu.make_async_copy(source, target, self.semaphores.at[buffer, 6])]
 
-    def heads(self, at: Position) -> Array:
+    def heads(self, at: Position) -> Any:
         """The heads of a group, as an index into states."""
         return pl.ds(at.group * self.static.heads, self.static.heads)
 
 
-def _start(copies: list[Array]) -> None:
+def _start(copies: list[Copy]) -> None:
     for copy in copies:
         copy.start()
 
 
-def _wait(copies: list[Array]) -> None:
+def _wait(copies: list[Copy]) -> None:
     for copy in copies:
         copy.wait()
 
@@ -477,13 +499,13 @@ def _compute(static: Static, refs: Refs, current: Position, here: Array) -> None
     there = 1 - here
     buffers = (here,) * 5 + (there,) * 2
     views = [ref.at[pl.ds(buffer, 1)] for ref, buffer in zip(refs[:7], buffers, strict=True)]
-    refs = Refs(*views, refs.affine.at[current.group], *refs[8:])
+    refs = Refs._make([*views, refs.affine.at[current.group], *refs[8:]])
     pairs = range(static.heads // 2)
     stages = []
     for chunk, windows in enumerate(windows_for(static.heads)):
         # Slots by age in chunks; the scratch holds two blocks.
         ages = [(there if chunk < age else here) * CHUNKS + (chunk - age) % CHUNKS for age in range(3)]
-        decays = refs.decay[ages[2]].T
+        decays = _three_terms(refs.decay[ages[2]]).T
         groups = [
             [_gate_and_scores(static, refs, chunk, ages[0], pair) for pair in pairs],
             [_invert(refs, ages[1], pair) for pair in pairs],
@@ -493,11 +515,11 @@ def _compute(static: Static, refs: Refs, current: Position, here: Array) -> None
     _emit(stages)
 
 
-def _kernel(static: Static, *args: Array) -> None:
-    q, k, v, gate, beta, documents, affine, prefix, initial, out, final, *rest = args
+def _kernel(static: Static, *args: Ref) -> None:
+    q, k, v, gate, beta, documents, affine, prefix, copiers, initial, out, final, *rest = args
     *buffers, semaphores = rest
     hbm = Hbm(q, k, v, gate, beta, documents, initial, out, final)
-    refs = Refs(*buffers[:7], affine, prefix, *buffers[7:])
+    refs = Refs._make([*buffers[:7], affine, prefix, copiers, *buffers[7:]])
     copies = Copies(static, hbm, refs, semaphores)
     count = static.sequences * static.groups * static.blocks
 
@@ -604,7 +626,7 @@ def _pad(x: Array, by: dict[int, int], mode: str = "constant") -> Array:
 
 def _document_tiles(valid: Array, document: Array) -> Float[Array, "B N 8 128"]:
     """Per chunk the rows that `_documents` reads; float32 counts documents exactly up to 2^24."""
-    batch, length = document.shape
+    batch = document.shape[0]
     inside = jnp.tile(document.reshape(batch, -1, CHUNK), (1, 1, 2))
     after = jnp.broadcast_to(inside[..., -1:], inside.shape)
     before = jnp.concatenate([jnp.zeros_like(after[:, :1]), after[:, :-1]], axis=1)
@@ -655,25 +677,25 @@ def _call(
             pltpu.HBM(in_hbm[2].shape, v.dtype),
             pltpu.HBM(initial_state.shape, jnp.float32),
         ),
-        in_specs=[hbm] * 6 + [vmem] * 2 + [hbm],
+        in_specs=[hbm] * 6 + [vmem] * 3 + [hbm],
         out_specs=(hbm, hbm),
         scratch_shapes=_scratch(static, {"q": q, "k": k, "gate": gate, "v": v}),
         compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
         name="kda_forward",
         interpret=interpret,
-    )(*in_hbm[:6], affine, prefix, in_hbm[6])
+    )(*in_hbm[:6], affine, prefix, jnp.asarray(selectors(local)), in_hbm[6])
     return out.reshape(v.shape), state
 
 
-def _scratch(static: Static, tokens: dict[str, Array]) -> list[Array]:
+def _scratch(static: Static, tokens: dict[str, Array]) -> list[Any]:
     """In the order of `Refs`, without its VMEM inputs, and the semaphores."""
     heads, pairs, operand = static.heads, static.heads // 2, static.operand
     tall = CHUNKS * CHUNK
 
-    def token(name: str) -> Array:
+    def token(name: str) -> Any:
         return pltpu.VMEM((2, tall, heads * WIDTH), tokens[name].dtype)
 
-    def slots(*shape: int, dtype: jnp.dtype = operand) -> Array:
+    def slots(*shape: int, dtype: jnp.dtype = operand) -> Any:
         return pltpu.VMEM((2 * CHUNKS, *shape, WIDTH), dtype)
 
     return [
