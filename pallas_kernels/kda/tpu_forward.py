@@ -494,25 +494,31 @@ def _following(static: Static, at: Position) -> Position:
     return Position(at.batch + wrap.astype(jnp.int32), jnp.where(wrap, 0, group), block)
 
 
-def _compute(static: Static, refs: Refs, current: Position, here: Array) -> None:
+# Stages by chunk of the step: A and B of the first step, all, B and C of the step after the last block.
+FIRST = ("A", "AB")
+ALL = ("ABC", "ABC")
+LAST = ("BC", "C")
+
+
+def _compute(static: Static, refs: Refs, current: Position, here: Array, wanted: tuple[str, str]) -> None:
     """One step: gate and scores of block i, the output of block i - 1, the inverses of the chunks between."""
     there = 1 - here
     buffers = (here,) * 5 + (there,) * 2
     views = [ref.at[pl.ds(buffer, 1)] for ref, buffer in zip(refs[:7], buffers, strict=True)]
     refs = Refs._make([*views, refs.affine.at[current.group], *refs[8:]])
     pairs = range(static.heads // 2)
-    stages = []
+    work = []
     for chunk, windows in enumerate(windows_for(static.heads)):
         # Slots by age in chunks; the scratch holds two blocks.
         ages = [(there if chunk < age else here) * CHUNKS + (chunk - age) % CHUNKS for age in range(3)]
-        decays = _three_terms(refs.decay[ages[2]]).T
-        groups = [
-            [_gate_and_scores(static, refs, chunk, ages[0], pair) for pair in pairs],
-            [_invert(refs, ages[1], pair) for pair in pairs],
-            [_advance(static, refs, decays, chunk, ages[2], pair) for pair in pairs],
-        ]
-        stages += list(zip(windows, YIELDS, groups, strict=True))
-    _emit(stages)
+        stages = {"A": [_gate_and_scores(static, refs, chunk, ages[0], pair) for pair in pairs]}
+        stages["B"] = [_invert(refs, ages[1], pair) for pair in pairs]
+        if "C" in wanted[chunk]:
+            decays = _three_terms(refs.decay[ages[2]]).T
+            stages["C"] = [_advance(static, refs, decays, chunk, ages[2], pair) for pair in pairs]
+        emitted = zip("ABC", windows, YIELDS, strict=True)
+        work += [(window, yields, stages[name]) for name, window, yields in emitted if name in wanted[chunk]]
+    _emit(work)
 
 
 def _kernel(static: Static, *args: Ref) -> None:
@@ -523,25 +529,22 @@ def _kernel(static: Static, *args: Ref) -> None:
     copies = Copies(static, hbm, refs, semaphores)
     count = static.sequences * static.groups * static.blocks
 
-    def step(i: Array, carry: tuple[Position, Position]) -> tuple[Position, Position]:
-        previous, current = carry
-        upcoming = _following(static, current)
-        here, there = i & 1, 1 - (i & 1)
-
-        @pl.when(i < count)
-        def _() -> None:
-            _wait(copies.inputs(current, here))
-            _start(copies.values(current, here))
+    def begin(i: Array, current: Position, upcoming: Position) -> None:
+        """Stage A's inputs have come; those of the next step and stage C's values are on their way."""
+        here = i & 1
+        _wait(copies.inputs(current, here))
+        _start(copies.values(current, here))
 
         @pl.when(i + 1 < count)
         def _() -> None:
-            _start(copies.inputs(upcoming, there))
+            _start(copies.inputs(upcoming, 1 - here))
 
-        @pl.when(i > 0)
-        def _() -> None:
-            _wait(copies.values(previous, there))
+    def end(i: Array, current: Position, previous: Position, wanted: tuple[str, str]) -> None:
+        """Block i - 1 is finished, whatever else the step computes."""
+        here, there = i & 1, 1 - (i & 1)
+        _wait(copies.values(previous, there))
 
-        @pl.when((i > 0) & (previous.block == 0))
+        @pl.when(previous.block == 0)
         def _() -> None:
             pltpu.sync_copy(hbm.initial.at[previous.batch, copies.heads(previous)], refs.state)
 
@@ -549,23 +552,30 @@ def _kernel(static: Static, *args: Ref) -> None:
         def _() -> None:
             _wait(copies.outputs(previous, there))
 
-        _compute(static, refs, current, here)
+        _compute(static, refs, current, here, wanted)
+        _start(copies.outputs(previous, there))
 
-        @pl.when(i > 0)
-        def _() -> None:
-            _start(copies.outputs(previous, there))
-
-        @pl.when((i > 0) & (previous.block == static.blocks - 1))
+        @pl.when(previous.block == static.blocks - 1)
         def _() -> None:
             pltpu.sync_copy(refs.state, hbm.final.at[previous.batch, copies.heads(previous)])
 
+    def step(i: Array, carry: tuple[Position, Position]) -> tuple[Position, Position]:
+        previous, current = carry
+        upcoming = _following(static, current)
+        begin(i, current, upcoming)
+        end(i, current, previous, ALL)
         return current, upcoming
 
-    first = Position(jnp.int32(0), jnp.int32(0), jnp.int32(0))
-    _start(copies.inputs(first, jnp.int32(0)))
-    jax.lax.fori_loop(0, count + 1, step, (first, first))
+    first = Position(0, 0, 0)
+    second = Position(0, 0, 1) if static.blocks > 1 else Position(0, 1, 0) if static.groups > 1 else Position(1, 0, 0)
+    _start(copies.inputs(first, 0))
+    begin(0, first, second)
+    _compute(static, refs, first, 0, FIRST)
+    carry = jax.tree.map(jnp.int32, (first, second))
+    last, _ = jax.lax.fori_loop(1, count, step, carry)
+    end(count, last, last, LAST)
     for block in range(max(count - 2, 0), count):
-        _wait(copies.outputs(first, jnp.int32(block & 1)))
+        _wait(copies.outputs(first, block & 1))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

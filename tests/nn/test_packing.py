@@ -13,7 +13,6 @@ from k3jax.nn.param import value_and_grad
 from k3jax.nn.transformer import Transformer
 from tests.nn.helpers import random_model, random_tokens, relative
 
-
 jitted_extend = jax.jit(extend)
 
 

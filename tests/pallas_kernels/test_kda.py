@@ -346,7 +346,7 @@ def test_chunked_is_an_alias_of_xla():
 
 def test_unknown_and_missing_bodies_are_named():
     arguments = make(2)
-    with pytest.raises(ValueError, match=r"'mosaic'.*reference, xla, tpu, gpu, chunked"):
+    with pytest.raises(ValueError, match=r"'mosaic'.*reference, xla, blocked, tpu, gpu, chunked"):
         kda(**arguments, lower_bound=LOWER_BOUND, implementation="mosaic")
     with pytest.raises(NotImplementedError, match="'gpu' body; use one of reference, xla"):
         kda(**arguments, lower_bound=LOWER_BOUND, implementation="gpu")

@@ -120,20 +120,19 @@ def test_a_gate_that_hardly_decays_holds_over_2048_tokens():
     assert np.linalg.norm(state - expected) / np.linalg.norm(expected) < 2e-3
 
 
-@pytest.mark.parametrize("length", [1, 3, 64, 129])
+@pytest.mark.parametrize("length", [3, 129])
 def test_lengths_alone(length):
     arguments = make(length, 0.5, "bursts", dtype=jnp.float32)
     assert_within(run(arguments), oracle(**arguments), 1e-4, 1e-4)
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-def test_heads_that_do_not_fill_a_group(heads):
-    arguments = make(130, 0.5, "bursts", batch=2, heads=heads)
+def test_heads_that_do_not_fill_a_pair():
+    arguments = make(130, 0.5, "bursts", batch=2, heads=3)
     assert_within(run(arguments), oracle(**arguments), 1.3e-2, 1.3e-2)
 
 
 def test_two_groups_of_heads_and_two_sequences_keep_their_states_apart():
-    arguments = make(128, 0.0, "random", batch=2, heads=22)
+    arguments = make(300, 0.0, "random", batch=2, heads=22)
     assert heads_per_step(22) == 2
     assert_within(run(arguments), oracle(**arguments), 5e-3, 4e-3)
 
