@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint aot
+.PHONY: help setup demo test lint aot bench
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/'
@@ -49,3 +49,6 @@ lint: setup  ## formatting, style, import rules, types
 
 aot: $(VENV)/.installed-aot  ## compile for TPU topologies, without a TPU
 	XLA_FLAGS= $(PY) -m pytest -n 0 -m aot -s
+
+bench: $(VENV)/.installed-aot  ## static cycles of the TPU kernels, from the compiler's schedule
+	$(PY) -m benchmarks.static_cycles kda

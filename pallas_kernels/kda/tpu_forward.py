@@ -88,6 +88,7 @@ def prefix_matrix(lower_bound: float, operand: jnp.dtype) -> np.ndarray:
 Stage = Iterator[None]
 Ref = Any  # of an array in HBM or VMEM
 Copy = Any  # between them, not yet started
+Index = Array | int  # numbers known when the kernel is traced stay Python's
 YIELDS = (24, 21, 10)  # of the three stages
 
 
@@ -203,7 +204,7 @@ def _normalised(x: Array, scale: float = 1.0) -> Array:
     return x * (norm if scale == 1.0 else norm * scale)
 
 
-def _gate_and_scores(static: Static, refs: Refs, chunk: int, slot: Array, pair: int) -> Stage:
+def _gate_and_scores(static: Static, refs: Refs, chunk: int, slot: Index, pair: int) -> Stage:
     """Stage A: from the inputs to both score matrices, and what reads from and writes to the state."""
     operand = static.operand
     rows, heads = slice(chunk * CHUNK, (chunk + 1) * CHUNK), (2 * pair, 2 * pair + 1)
@@ -262,7 +263,7 @@ def _gate_and_scores(static: Static, refs: Refs, chunk: int, slot: Array, pair: 
 
 
 def _scores(
-    refs: Refs, documents: Documents | None, operands: tuple[list[Array], ...], slot: Array, pair: int
+    refs: Refs, documents: Documents | None, operands: tuple[list[Array], ...], slot: Index, pair: int
 ) -> Stage:
     """Both score matrices of two heads side by side, strip after strip, from one product with both heads' keys."""
     k1, q1, k2, across = operands
@@ -301,7 +302,7 @@ def _scores(
     yield
 
 
-def _invert(refs: Refs, slot: Array, pair: int) -> Stage:
+def _invert(refs: Refs, slot: Index, pair: int) -> Stage:
     """Stage B: (I + lower)^-1, 16 x 16 blocks by exact elimination, then twice by X -= X (L X) of the joined blocks."""
     dtype = refs.inverse.dtype
     lane = _lane(BLOCK)
@@ -341,7 +342,7 @@ def _invert(refs: Refs, slot: Array, pair: int) -> Stage:
     yield
 
 
-def _advance(static: Static, refs: Refs, decays: Array, chunk: int, slot: Array, pair: int) -> Stage:
+def _advance(static: Static, refs: Refs, decays: Array, chunk: int, slot: Index, pair: int) -> Stage:
     """Stage C: the outputs of a chunk and the state after it."""
     operand = static.operand
     rows, heads = slice(chunk * CHUNK, (chunk + 1) * CHUNK), (2 * pair, 2 * pair + 1)
@@ -420,9 +421,9 @@ def _emit(stages: list[tuple[list[float], int, list[Stage]]]) -> None:
 class Position(NamedTuple):
     """A block of work: sequence, group of heads, block of tokens."""
 
-    batch: Array
-    group: Array
-    block: Array
+    batch: Index
+    group: Index
+    block: Index
 
 
 class Hbm(NamedTuple):
@@ -449,7 +450,7 @@ class Copies:
         tall, wide = CHUNKS * CHUNK, self.static.heads * WIDTH
         return ref.at[at.batch, pl.ds(at.block * tall, tall), pl.ds(at.group * wide, wide)]
 
-    def inputs(self, at: Position, buffer: Array) -> list[Copy]:
+    def inputs(self, at: Position, buffer: Index) -> list[Copy]:
         """What stage A needs."""
         hbm, refs, tall = self.hbm, self.refs, CHUNKS * CHUNK
         pairs = [(self._window(getattr(hbm, name), at), getattr(refs, name)) for name in ("q", "k", "gate")]
@@ -461,12 +462,12 @@ class Copies:
             for i, (source, target) in enumerate(pairs)
         ]
 
-    def values(self, at: Position, buffer: Array) -> list[Copy]:
+    def values(self, at: Position, buffer: Index) -> list[Copy]:
         """What stage C needs."""
         source, target = self._window(self.hbm.v, at), self.refs.v.at[buffer]
         return [pltpu.make_async_copy(source, target, self.semaphores.at[buffer, 5])]
 
-    def outputs(self, at: Position, buffer: Array) -> list[Copy]:
+    def outputs(self, at: Position, buffer: Index) -> list[Copy]:
         """What stage C yields."""
         source, target = self.refs.out.at[buffer], self._window(self.hbm.out, at)
         return [pltpu.make_async_copy(source, target, self.semaphores.at[buffer, 6])]
@@ -487,11 +488,11 @@ def _wait(copies: list[Copy]) -> None:
 
 
 def _following(static: Static, at: Position) -> Position:
-    wrap = at.block + 1 == static.blocks
-    group = at.group + wrap.astype(jnp.int32)
-    block = jnp.where(wrap, 0, at.block + 1)
-    wrap = group == static.groups
-    return Position(at.batch + wrap.astype(jnp.int32), jnp.where(wrap, 0, group), block)
+    """The block after a traced position."""
+    block = at.block + 1
+    group = jnp.where(block == static.blocks, at.group + 1, at.group)
+    batch = jnp.where(group == static.groups, at.batch + 1, at.batch)
+    return Position(batch, jnp.where(group == static.groups, 0, group), jnp.where(block == static.blocks, 0, block))
 
 
 # Stages by chunk of the step: A and B of the first step, all, B and C of the step after the last block.
@@ -500,7 +501,7 @@ ALL = ("ABC", "ABC")
 LAST = ("BC", "C")
 
 
-def _compute(static: Static, refs: Refs, current: Position, here: Array, wanted: tuple[str, str]) -> None:
+def _compute(static: Static, refs: Refs, current: Position, here: Index, wanted: tuple[str, str]) -> None:
     """One step: gate and scores of block i, the output of block i - 1, the inverses of the chunks between."""
     there = 1 - here
     buffers = (here,) * 5 + (there,) * 2
@@ -529,7 +530,7 @@ def _kernel(static: Static, *args: Ref) -> None:
     copies = Copies(static, hbm, refs, semaphores)
     count = static.sequences * static.groups * static.blocks
 
-    def begin(i: Array, current: Position, upcoming: Position) -> None:
+    def begin(i: Index, current: Position, upcoming: Position) -> None:
         """Stage A's inputs have come; those of the next step and stage C's values are on their way."""
         here = i & 1
         _wait(copies.inputs(current, here))
@@ -539,7 +540,7 @@ def _kernel(static: Static, *args: Ref) -> None:
         def _() -> None:
             _start(copies.inputs(upcoming, 1 - here))
 
-    def end(i: Array, current: Position, previous: Position, wanted: tuple[str, str]) -> None:
+    def end(i: Index, current: Position, previous: Position, wanted: tuple[str, str]) -> None:
         """Block i - 1 is finished, whatever else the step computes."""
         here, there = i & 1, 1 - (i & 1)
         _wait(copies.values(previous, there))
