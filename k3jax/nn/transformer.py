@@ -80,9 +80,10 @@ class Transformer(nnx.Module):
         inputs = StackInput(self.config, segment_ids, cache, self.remat == "layer" and cache is None, collect)
         plan = StackPlan.of(self.config) if self.stack == "scan" else None
         out = run_scan(self.stacks, x, inputs, plan) if plan else run_loop(self.stacks, x, inputs)
-        if cache is not None and out.cache is not None:
+        cache = out.cache
+        if cache is not None:
             consumed = tokens.shape[1] if segment_ids is None else jnp.sum(segment_ids >= 0, axis=1, dtype=jnp.int32)
-            cache = dataclasses.replace(out.cache, length=cache.length + consumed)
+            cache = dataclasses.replace(cache, length=cache.length + consumed)
         return Output(self.final_norm(self.out_mix(out.residual)), cache, out.trace)
 
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:

@@ -79,9 +79,7 @@ def block_rows(rows: int, experts: int) -> int:
     Small blocks pad little; large ones copy each expert's weights less often.
     """
     mean = rows // experts
-    return (
-        1 if mean < 2 else min(max(1 << (mean.bit_length() - 3), _MIN_BLOCK), _MAX_BLOCK) if mean >= 4 else _MIN_BLOCK
-    )
+    return 1 if mean < 2 else min(max((1 << mean.bit_length()) >> 3, _MIN_BLOCK), _MAX_BLOCK)
 
 
 def _plan(group_sizes: Array, rows: int) -> _Blocks:
