@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bundles import SLOTS, Schedule, read_schedule
-from benchmarks.cases import Case, cases_of
+from benchmarks.cases import cases_of
+from benchmarks.cases.case import Case
 
 # What libtpu wants to hear about a machine that it cannot ask, by the topology's chip.
 ACCELERATOR = {"tpu7x": "tpu7x-8", "v6e": "v6e-4", "v5p": "v5p-8", "v5e": "v5litepod-4"}

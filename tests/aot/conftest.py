@@ -11,6 +11,9 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
+from benchmarks.cases import cases_of
+from benchmarks.static_cycles import measure
+
 # libtpu reads these when it is loaded; without them it asks the network what machine this is.
 LIBTPU_ENV = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -51,3 +54,16 @@ def compile_on(tpu7x: SingleDeviceSharding, request: pytest.FixtureRequest) -> C
         return compiled
 
     return compile_
+
+
+@pytest.fixture
+def row_of() -> Callable[[str, str], dict[str, Any]]:
+    """`row_of(case, topology)`: the measured row of one registered case, printed."""
+
+    def row(name: str, topology: str) -> dict[str, Any]:
+        kernel, (case,) = cases_of(name)
+        row = measure(kernel, case, topology)
+        print(f"\n{name} on {topology}: {row['cycles']:,} cycles, {row['cycles_per_unit']:.2f} per unit")
+        return row
+
+    return row

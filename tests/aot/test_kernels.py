@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import cases_of
-from benchmarks.static_cycles import environment, measure, read_schedules
+from benchmarks.static_cycles import environment, read_schedules
 
 pytestmark = [
     pytest.mark.aot,
@@ -53,16 +52,9 @@ def test_cycles_grow_with_the_trips_of_a_real_loop(topology, tmp_path):
     assert 5 < body < 50  # an exponential and a multiplication, nothing to overlap
 
 
-def row_of(name: str, topology: str) -> dict:
-    kernel, (case,) = cases_of(name)
-    row = measure(kernel, case, topology)
-    print(f"\n{name} on {topology}: {row['cycles']:,} cycles, {row['cycles_per_unit']:.2f} per unit")
-    return row
-
-
 @pytest.mark.parametrize("topology", TOPOLOGIES[1:])
 @pytest.mark.parametrize("case", ["kda_fwd_h8_t4096", "kda_decode_b256_h96"])
-def test_kda_compiles_for_other_chips(case, topology):
+def test_kda_compiles_for_other_chips(case, topology, row_of):
     assert row_of(case, topology)["cycles"] > 0
 
 
@@ -75,13 +67,13 @@ def test_kda_compiles_for_other_chips(case, topology):
         ("kda_decode_b256_h96", 78),
     ],
 )
-def test_kda_stays_within_its_cycles_per_head_and_token(case, budget):
+def test_kda_stays_within_its_cycles_per_head_and_token(case, budget, row_of):
     row = row_of(case, V7X)
     assert row["cycles_per_unit"] <= budget
     assert all(0 <= used <= 1 for used in row["utilisation"].values())
 
 
-def test_kda_moves_little_more_than_its_inputs_and_outputs():
+def test_kda_moves_little_more_than_its_inputs_and_outputs(row_of):
     forward, decode = row_of("kda_fwd_h8_t4096", V7X), row_of("kda_decode_b256_h96", V7X)
     assert forward["temp_bytes"] < 0.15 * forward["hbm_bytes"]  # no layout copies
     states = 2 * 256 * 96 * 128 * 128 * 4

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import static_cycles
 from benchmarks.bundles import SLOTS, Loop, read_schedule
-from benchmarks.cases import CASES, cases_of
+from benchmarks.cases import cases_of, registry
 
 # Two nested loops: 5 trips of bundles 2-8 (counter from 0), inside them 3 trips of 3-6 (from 2 to 8 in steps of 2).
 # Each branch has two delay slots; one exit test reads its counter back from a spill, one is predicated.
@@ -93,7 +93,7 @@ def test_files_of_different_kernels_are_refused():
 
 
 def test_cases_build_programs_of_their_size():
-    for kernel, cases in CASES.items():
+    for kernel, cases in registry().items():
         for case in cases:
             assert cases_of(case.name) == (kernel, (case,))
             fn, shapes, donated = case.build()
