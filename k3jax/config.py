@@ -61,6 +61,7 @@ class MoEConfig:
     expert_width: int = 3072
     latent_width: int = 3584
     scaling_factor: float = 1.0
+    activations: str = "bf16"  # what expert matmuls read: "bf16" (the compute dtype) or "mxfp8"
 
     @property
     def shared_width(self) -> int:
@@ -135,9 +136,11 @@ class ModelConfig:
             f"kda.a_log_length = {self.kda.a_log_length}: at least kda.num_heads = {self.kda.num_heads}",
         )
         _require(self.dtype in COMPUTE_DTYPES, f"dtype = {self.dtype}: one of {', '.join(COMPUTE_DTYPES)}")
-        if self.quantized_experts:
+        known = ("bf16", "mxfp8")
+        _require(moe.activations in known, f"moe.activations = {moe.activations}: one of {', '.join(known)}")
+        if self.quantized_experts or moe.activations == "mxfp8":
             for key, size in (("latent_width", moe.latent_width), ("expert_width", moe.expert_width)):
-                _require(size % 32 == 0, f"moe.{key} = {size}: MXFP4 experts need a multiple of 32")
+                _require(size % 32 == 0, f"moe.{key} = {size}: MXFP4 and MXFP8 need a multiple of 32")
         return self
 
     @classmethod
@@ -210,6 +213,7 @@ class TrainRun:
     steps: int = 1000
     accumulate: int = 1  # micro-batches of an optimizer step
     stack: str = "scan"  # "scan" or "loop"
+    qat: bool = False  # quantisation-aware: the forward pass rounds routed experts to MXFP4 and their inputs to MXFP8
     remat: str = "layer"  # "layer" recomputes each layer in the backward pass, "none" keeps everything
     loss_chunk: int = 512  # tokens whose logits exist at one time
     log_every: int = 10
@@ -244,6 +248,8 @@ def load_run(cls: type[Run], path: str | os.PathLike[str], overrides: Sequence[s
     """Build a `TrainRun` or `ServeRun` from a YAML recipe and `key=value` overrides; `ConfigError` on any mistake."""
     run = _build(cls, _read_yaml(Path(path)), overrides, str(path))
     if isinstance(run, TrainRun):
+        if run.qat:
+            run.model.moe.activations = "mxfp8"
         run.model.validate()
         _validate_train(run)
     return run

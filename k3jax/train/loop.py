@@ -298,6 +298,7 @@ def _initial_model(run: TrainRun) -> Transformer:
 
 def _check_same_model(loaded: ModelConfig, run: TrainRun) -> None:
     free = {"name", "dtype", "max_context", "quantized_experts", "init_std", "vision_json", "extra_json"}
+    free |= {"moe.activations"}
     ours, theirs = _flat(dataclasses.asdict(run.model)), _flat(dataclasses.asdict(loaded))
     for key in ours.keys() - free:
         if ours[key] != theirs[key]:

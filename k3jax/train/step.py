@@ -15,6 +15,7 @@ from k3jax.data import Batch
 from k3jax.nn.loss import batch_loss
 from k3jax.nn.param import merge_model, split_model, value_and_grad
 from k3jax.nn.transformer import Transformer
+from k3jax.quant.qat import fake_quantize_experts
 from k3jax.train.optimizer import Optimizer
 
 Metrics = dict[str, Float[Array, ""]]
@@ -54,11 +55,12 @@ def make_train_step(
     """`train_step(state, batch) -> (state, metrics)`, to be jitted with the state donated.
 
     A batch of `run.accumulate` micro-batches gives the gradient of their common mean: nats summed over all of them,
-    divided by all their tokens. Metrics: `loss` (nats a token), `grad_norm` (before clipping), `lr`, `tokens`.
+    divided by all their tokens. With `run.qat` the gradient is taken at weights whose experts are rounded to MXFP4, and
+    updates the unrounded ones. Metrics: `loss` (nats a token), `grad_norm` (before clipping), `lr`, `tokens`.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        (nats, tokens), grads = accumulated_gradient(model_of(state, rest), batch, run)
+        (nats, tokens), grads = accumulated_gradient(_forward_model(state, rest, run), batch, run)
         count = jnp.maximum(tokens, 1.0)
         grads = jax.tree.map(lambda grad: grad / count, grads)
         params, opt_state, grad_norm = optimizer.update(grads, state.opt_state, state.params)
@@ -89,9 +91,15 @@ def make_eval_step(run: TrainRun, rest: Transformer) -> Callable[[TrainState, Ba
     """`eval_step(state, batch) -> (summed nats, tokens)`, to be jitted."""
 
     def eval_step(state: TrainState, batch: Batch) -> tuple[Any, Any]:
-        return _summed_loss(model_of(state, rest), batch, run.loss_chunk)
+        return _summed_loss(_forward_model(state, rest, run), batch, run.loss_chunk)
 
     return eval_step
+
+
+def _forward_model(state: TrainState, rest: Transformer, run: TrainRun) -> Transformer:
+    """The model that the forward pass runs: under QAT with experts as they will be served."""
+    model = model_of(state, rest)
+    return fake_quantize_experts(model) if run.qat else model
 
 
 def _summed_loss(model: Transformer, batch: Batch, chunk: int) -> tuple[Float[Array, ""], Float[Array, ""]]:
