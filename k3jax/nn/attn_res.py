@@ -1,7 +1,8 @@
 """Block Attention Residuals: every sub-layer reads a learned mix over depth (spec text-model 2.2).
 
 The residual state of a token is a bank of snapshots (sealed sums of earlier blocks of layers) and the live sum of the
-current block. A mix is a softmax over these sources: keys are RMS-normalised, values are raw.
+current block. A mix is a softmax over these sources: keys are RMS-normalised, values are raw. The bank does not change
+within a block, so all reads of a block look at it in one pass (`k3jax.nn.stack`).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from k3jax.nn.norm import rms_normalise
 from k3jax.nn.param import cast, constant, island
+from pallas_kernels.attn_res import BankRead, read, read_bank
 
 
 @dataclass(frozen=True)
@@ -54,21 +55,18 @@ class Mix(nnx.Module):
         self.query = constant(0.0, (width,), ("embed",), dtype=dtype)  # zero: a uniform average at the start
         self.eps = eps
 
-    def __call__(self, residual: Residual) -> Float[Array, "B T D"]:
-        snapshots, live = residual.snapshots, residual.live
-        wide = island(live.dtype)
-        if isinstance(residual.count, int):
-            snapshots = snapshots[: residual.count]
-        query = cast(self.query, wide) * cast(self.norm, wide)
-        scores = jnp.concatenate([self._scores(snapshots, query), self._scores(live[None], query)])
-        weights = jax.nn.softmax(jnp.where(self._present(residual, len(snapshots)), scores, -jnp.inf), axis=0)
-        mixed = jnp.einsum("nbt,nbtd->btd", weights[:-1], snapshots.astype(wide), precision=jax.lax.Precision.HIGHEST)
-        return (mixed + weights[-1, ..., None] * live.astype(wide)).astype(live.dtype)
+    def folded(self, dtype: Any) -> Float[Array, "*lead D"]:
+        """The query with the key norm's weight in it, in the float32 island of `dtype`."""
+        return cast(self.query, island(dtype)) * cast(self.norm, island(dtype))
 
-    def _scores(self, sources: Float[Array, "N B T D"], query: Float[Array, "D"]) -> Float[Array, "N B T"]:
-        return rms_normalise(sources, eps=self.eps) @ query
+    def __call__(
+        self, bank: BankRead, live: Float[Array, "B T D"], has_live: bool | Bool[Array, ""]
+    ) -> Float[Array, "B T D"]:
+        """The mix of what this read saw of the bank with the live sum."""
+        return read(bank, live, has_live, self.folded(live.dtype), eps=self.eps)
 
-    @staticmethod
-    def _present(residual: Residual, num_snapshots: int) -> Bool[Array, "N+1 1 1"]:
-        sealed = jnp.arange(num_snapshots) < residual.count
-        return jnp.append(sealed, residual.has_live)[:, None, None]
+    def of(self, residual: Residual) -> Float[Array, "B T D"]:
+        """A read that stands alone, outside a block."""
+        query = self.folded(residual.live.dtype)
+        bank = read_bank(residual.snapshots, residual.count, query[None], eps=self.eps)
+        return self(jax.tree.map(lambda x: x[0], bank), residual.live, residual.has_live)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from k3jax.config import ModelConfig
-from k3jax.nn.attn_res import Mix, Residual
+from k3jax.nn.attn_res import Mix
 from k3jax.nn.ffn import FFN
 from k3jax.nn.kda import KDA
 from k3jax.nn.mla import MLA
 from k3jax.nn.moe import LatentMoE
 from k3jax.nn.norm import RMSNorm
+from pallas_kernels.attn_res import BankRead
 
 
 class Layer(nnx.Module):
@@ -34,20 +36,31 @@ class Layer(nnx.Module):
             else FFN(config, config.dense_width, ffn_key, dtype=dtype)
         )
 
+    def queries(self, dtype: Any) -> Float[Array, "*lead 2 D"]:
+        """The folded queries of the two reads, of one layer or of stacked ones."""
+        return jnp.stack([self.mixer_mix.folded(dtype), self.ffn_mix.folded(dtype)], axis=-2)
+
     def __call__(
         self,
-        residual: Residual,
+        bank: BankRead,
+        live: Float[Array, "B T D"],
+        has_live: bool | Bool[Array, ""],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         cache: Any = None,
         length: Int[Array, "B"] | None = None,
-    ) -> tuple[Residual, Any, Int[Array, "B T k"] | None]:
-        """Returns the residual after the layer, the mixer's new cache and the chosen experts (None without MoE)."""
-        x = self.mixer_norm(self.mixer_mix(residual))
+    ) -> tuple[Float[Array, "B T D"], Any, Int[Array, "B T k"] | None]:
+        """Returns the live sum after the layer, the mixer's new cache and the chosen experts (None without MoE).
+
+        `bank` is what the two reads saw of the bank; `live` is the live sum, empty (zero) unless `has_live`. Sums are
+        rounded to the compute dtype, as in the released model.
+        """
+        first, second = (jax.tree.map(lambda x, i=i: x[i], bank) for i in range(2))
+        x = self.mixer_norm(self.mixer_mix(first, live, has_live))
         y, cache = self.mixer(x, segment_ids=segment_ids, cache=cache, length=length)
-        residual = residual.add(y)
-        x = self.ffn_norm(self.ffn_mix(residual))
+        live = live + y
+        x = self.ffn_norm(self.ffn_mix(second, live, True))
         if isinstance(self.ffn, FFN):
-            return residual.add(self.ffn(x)), cache, None
+            return live + self.ffn(x), cache, None
         y, experts = self.ffn(x, valid=None if segment_ids is None else segment_ids >= 0)
-        return residual.add(y), cache, experts
+        return live + y, cache, experts

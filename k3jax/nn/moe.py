@@ -54,7 +54,7 @@ class LatentMoE(nnx.Module):
         self.up = normal(keys[5], (l, d), ("latent", "embed"), std=l**-0.5, dtype=dtype)
         self.shared = FFN(config, c.shared_width, keys[6], dtype=dtype)
         self.beta, self.linear_beta = config.situ_beta, config.situ_linear_beta
-        self.activations = c.activations
+        self.activations: Any = c.activations
 
     def __call__(
         self, x: Float[Array, "B T D"], *, valid: Bool[Array, "B T"] | None = None

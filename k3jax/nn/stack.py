@@ -7,22 +7,28 @@ whole and are indexed inside the innermost body, so that no weight or cache stac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from k3jax.config import ModelConfig
 from k3jax.nn.attn_res import Residual
 from k3jax.nn.cache import Cache
 from k3jax.nn.layer import Layer
+from k3jax.nn.param import island
 from k3jax.nn.plan import EMPTY, Depth, StackPlan
+from pallas_kernels.attn_res import BankRead, read_bank
 
 Stacks = Mapping[str, Layer]
+LIVE = "live"  # name of what the backward pass keeps of each layer
 Traced = tuple[Array, Array | None]  # of one layer: the live sum after it, the experts it chose
 
 
@@ -73,56 +79,97 @@ def run_scan(stacks: Stacks, x: Float[Array, "B T D"], inputs: StackInput, plan:
         # A seal, as in Residual.seal. From here to the end of the block the bank is a constant of the inner scans.
         snapshots = jnp.where(block["seal"], snapshots.at[block["index"]].set(live), snapshots)
         live = jnp.where(block["seal"], 0, live).astype(live.dtype)
-        count = block["index"] + 1
+        queries = [slots.queries(units, x.dtype) for slots, units in ((kda, block["kda"]), (mla, block["mla"]))]
+        banks = _read_bank(snapshots, block["index"] + 1, queries, inputs.config.norm_eps)
 
-        def unit_step(carry: tuple, unit: dict) -> tuple[tuple, Any]:
-            carry, kda_traced = jax.lax.scan(lambda c, slot: kda.step(snapshots, count, c, slot), carry, unit["kda"])
-            carry, mla_traced = mla.step(snapshots, count, carry, unit["mla"])
+        def unit_step(carry: tuple, unit: tuple) -> tuple[tuple, Any]:
+            carry, kda_traced = jax.lax.scan(kda.step, carry, unit[0])
+            carry, mla_traced = mla.step(carry, unit[1])
             return carry, (kda_traced, mla_traced)
 
-        (live, _, cache), traced = jax.lax.scan(unit_step, (live, ~block["seal"], cache), block["units"])
+        units = (block["kda"], banks[0]), (block["mla"], banks[1])
+        (live, _, cache), traced = jax.lax.scan(unit_step, (live, ~block["seal"], cache), units)
         return (snapshots, live, cache), traced
 
     blocks = {
         "index": jnp.arange(len(plan.kda)),
         "seal": jnp.asarray(plan.seals),
-        "units": {"kda": kda.inputs, "mla": mla.inputs},
+        "kda": kda.inputs,
+        "mla": mla.inputs,
     }
     carry = (residual.snapshots, residual.live, cache)
-    (snapshots, live, cache), scanned = jax.lax.scan(block_step, carry, blocks)
+    (snapshots, live, cache), scanned = jax.lax.scan(_keep_live(block_step, inputs), carry, blocks)
     residual = Residual(snapshots, inputs.config.num_snapshots, live, True)
     trace = _trace([*traced, *_in_depth_order(scanned, plan)]) if inputs.collect else None
     return StackOutput(residual, cache, trace)
 
 
+def _keep_live(block: Any, inputs: StackInput) -> Any:
+    """An AttnRes block that keeps each layer's live sum for the backward pass, and reads the bank there again.
+
+    What the reads saw of the bank is as large as all of the block's sums; together with the checkpoint of every layer,
+    as much is kept as for a plain residual stream.
+    """
+    policy = jax.checkpoint_policies.save_only_these_names(LIVE)
+    return jax.checkpoint(block, prevent_cse=False, policy=policy) if inputs.remat else block
+
+
+def _read_bank(snapshots: Array, count: Any, queries: list[Array], eps: float) -> list[BankRead]:
+    """One pass over the bank for the queries of all parts, each [*lead, 2, D]; its reads for each part."""
+    seen = read_bank(snapshots, count, jnp.concatenate([q.reshape(-1, q.shape[-1]) for q in queries]), eps=eps)
+    ends = np.cumsum([math.prod(q.shape[:-1]) for q in queries])[:-1]
+    parts = zip(*(jnp.split(x, ends) for x in seen), strict=True)
+    return [
+        BankRead(*(x.reshape(*q.shape[:-1], *x.shape[1:]) for x in part))
+        for q, part in zip(queries, parts, strict=True)
+    ]
+
+
 def _run_layers(
-    stacks: Stacks, layers: Iterable[int], residual: Residual, inputs: StackInput
+    stacks: Stacks, layers: Sequence[int], residual: Residual, inputs: StackInput
 ) -> tuple[Residual, Cache | None, list[Traced]]:
     depth, cache, traced = Depth(inputs.config), inputs.cache, []
     unstacked = {kind: _unstack(stacks[kind]) for kind in dict.fromkeys(map(inputs.config.layer_kind, layers))}
-    for layer in layers:
-        if layer % inputs.config.attn_res_block == 0:
+    for _, block in itertools.groupby(layers, lambda layer: layer // inputs.config.attn_res_block):
+        numbers = list(block)
+        if numbers[0] % inputs.config.attn_res_block == 0:
             residual = residual.seal()
-        module = unstacked[inputs.config.layer_kind(layer)][depth.in_stack[layer]]
-        index, is_mla = int(depth.in_cache[layer]), inputs.config.is_mla(layer)
-        apply = _layer_function(inputs, residual.count, residual.has_live)
-        apply = jax.checkpoint(apply) if inputs.remat else apply
-        kept = None if cache is None else cache.read(is_mla, index)
-        live, kept, experts = apply(module, residual.snapshots, residual.live, kept)
-        cache = None if cache is None else cache.write(is_mla, index, kept)
+        modules = [unstacked[inputs.config.layer_kind(n)][depth.in_stack[n]] for n in numbers]
+        run = _keep_live(_block_function(numbers, depth, residual.count, residual.has_live, inputs), inputs)
+        live, cache, block_traced = run(modules, residual.snapshots, residual.live, cache)
         residual = Residual(residual.snapshots, residual.count, live, True)
-        traced.append((live, experts))
+        traced += block_traced
     return residual, cache, traced
 
 
-def _layer_function(inputs: StackInput, count: Any, has_live: Any) -> Any:
-    """(layer, snapshots, live sum, what it keeps) -> (live sum, what it keeps, chosen experts)."""
+def _block_function(numbers: list[int], depth: Depth, count: Any, has_live: Any, inputs: StackInput) -> Any:
+    """(layers, snapshots, live sum, cache) -> (live sum, cache, traces) for the layers `numbers` of one block."""
+
+    def run(modules: list[Layer], snapshots: Array, live: Array, cache: Cache | None) -> tuple:
+        queries = [module.queries(live.dtype) for module in modules]
+        banks = _read_bank(snapshots, count, queries, inputs.config.norm_eps)
+        traced: list[Traced] = []
+        for number, module, bank in zip(numbers, modules, banks, strict=True):
+            apply = _layer_function(inputs, has_live or number != numbers[0])
+            apply = jax.checkpoint(apply) if inputs.remat else apply
+            index, is_mla = int(depth.in_cache[number]), inputs.config.is_mla(number)
+            kept = None if cache is None else cache.read(is_mla, index)
+            live, kept, experts = apply(module, bank, live, kept)
+            live = checkpoint_name(live, LIVE)
+            cache = None if cache is None else cache.write(is_mla, index, kept)
+            traced.append((live, experts))
+        return live, cache, traced
+
+    return run
+
+
+def _layer_function(inputs: StackInput, has_live: Any) -> Any:
+    """(layer, its reads of the bank, live sum, what it keeps) -> (live sum, what it keeps, chosen experts)."""
     length = None if inputs.cache is None else inputs.cache.length
 
-    def apply(layer: Layer, snapshots: Array, live: Array, kept: Any) -> tuple[Array, Any, Array | None]:
-        residual = Residual(snapshots, count, live, has_live)
-        residual, new, experts = layer(residual, segment_ids=inputs.segment_ids, cache=kept, length=length)
-        return residual.live, None if kept is None else new, experts
+    def apply(layer: Layer, bank: BankRead, live: Array, kept: Any) -> tuple[Array, Any, Array | None]:
+        live, new, experts = layer(bank, live, has_live, segment_ids=inputs.segment_ids, cache=kept, length=length)
+        return live, None if kept is None else new, experts
 
     return apply
 
@@ -143,16 +190,24 @@ class _Slots:
         if inputs.cache is None:
             self.inputs["weights"] = jax.tree.map(lambda w: _take_slots(w, present, in_stack), self.stack)
 
-    def step(self, snapshots: Array, count: Array, carry: tuple, slot: dict[str, Any]) -> tuple[tuple, Any]:
-        """Run the slot's layer on carry (live sum, whether it holds anything, cache); an empty slot changes nothing."""
-        if self.stack is None:  # the config has no such layer at all
-            return carry, None
-        live, has_live, cache = carry
-        apply = _layer_function(self.input, count, has_live)
+    def queries(self, slots: dict[str, Any], dtype: Any) -> Float[Array, "*slots 2 D"]:
+        """The queries of a block's slots; none where the config has no such layer at all."""
+        if self.stack is None:
+            return jnp.zeros((*slots["active"].shape, 0, self.input.config.width), island(dtype))
+        if "weights" in slots:
+            return slots["weights"].queries(dtype)
+        return self.stack.queries(dtype)[slots["in_stack"]]
 
-        def run(weights: Layer | None, snapshots: Array, live: Array, kept: Any) -> tuple:
+    def step(self, carry: tuple, inputs: tuple[dict[str, Any], BankRead]) -> tuple[tuple, Any]:
+        """Run a slot's layer on carry (live sum, whether it holds anything, cache); an empty slot changes nothing."""
+        if self.stack is None:
+            return carry, None
+        (live, has_live, cache), (slot, bank) = carry, inputs
+        apply = _layer_function(self.input, has_live)
+
+        def run(weights: Layer | None, bank: BankRead, live: Array, kept: Any) -> tuple:
             layer = jax.tree.map(lambda w: w[slot["in_stack"]], self.stack) if weights is None else weights
-            return apply(layer, snapshots, live, kept)
+            return apply(layer, bank, live, kept)
 
         def run_or_skip(*operands: Any) -> tuple:
             if not self.has_empty:
@@ -161,10 +216,11 @@ class _Slots:
             skip = lambda _, __, live, kept: (live, kept, jnp.zeros(experts.shape, experts.dtype))  # noqa: E731
             return jax.lax.cond(slot["active"], run, skip, *operands)
 
-        # The checkpoint stands outside the branch: a checkpoint inside it would save the weights and the bank.
+        # The checkpoint stands outside the branch: a checkpoint inside it would save the weights.
         run_or_skip = jax.checkpoint(run_or_skip, prevent_cse=False) if self.input.remat else run_or_skip
         kept = None if cache is None else cache.read(self.is_mla, slot["in_cache"])
-        live, kept, experts = run_or_skip(slot.get("weights"), snapshots, live, kept)
+        live, kept, experts = run_or_skip(slot.get("weights"), bank, live, kept)
+        live = checkpoint_name(live, LIVE)
         cache = None if cache is None else cache.write(self.is_mla, slot["in_cache"], kept)
         return (live, has_live | slot["active"], cache), (live, experts) if self.input.collect else None
 

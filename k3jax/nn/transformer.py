@@ -84,7 +84,7 @@ class Transformer(nnx.Module):
         if cache is not None:
             consumed = tokens.shape[1] if segment_ids is None else jnp.sum(segment_ids >= 0, axis=1, dtype=jnp.int32)
             cache = dataclasses.replace(cache, length=cache.length + consumed)
-        return Output(self.final_norm(self.out_mix(out.residual)), cache, out.trace)
+        return Output(self.final_norm(self.out_mix.of(out.residual)), cache, out.trace)
 
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """The head, accumulated and returned in float32."""

@@ -1,0 +1,38 @@
+"""The mix as it is defined, over all sources at once; float64 where the inputs are."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+
+def wide(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype inside: float32, or float64 for float64."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def normalise(x: Float[Array, "*b D"], eps: float) -> Float[Array, "*b D"]:
+    """x over its root mean square along D."""
+    x = x.astype(wide(x.dtype))
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def mix(sources: Float[Array, "N *tokens D"], query: Float[Array, " D"], eps: float) -> Float[Array, "*tokens D"]:
+    """softmax_j(query . normalise(source_j)) over the raw sources, unrounded."""
+    weights = jax.nn.softmax(normalise(sources, eps) @ query, axis=0)
+    return jnp.sum(weights[..., None] * sources.astype(weights.dtype), axis=0)
+
+
+def read_bank(snapshots: Array, count: Array, queries: Array, *, eps: float) -> tuple[Array, Array]:
+    """See `pallas_kernels.attn_res.read_bank`; `count` must be concrete here."""
+    sealed = snapshots[: int(count)]
+    mixed = jnp.stack([mix(sealed, query, eps) for query in queries])
+    scores = jnp.stack([normalise(sealed, eps) @ query for query in queries])
+    return mixed.astype(snapshots.dtype), jax.nn.logsumexp(scores, axis=1)
+
+
+def read(mixed: Array, log_sum_exp: Array, live: Array, has_live: Array, query: Array, *, eps: float) -> Array:
+    """See `pallas_kernels.attn_res.read`."""
+    scores = jnp.stack([log_sum_exp, jnp.where(has_live, normalise(live, eps) @ query, -jnp.inf)])
+    weights = jax.nn.softmax(scores, axis=0)[..., None]
+    return (weights[0] * mixed.astype(weights.dtype) + weights[1] * live.astype(weights.dtype)).astype(live.dtype)
