@@ -173,7 +173,7 @@ class DataConfig:
     """What a run reads and how it becomes rows of tokens."""
 
     source: str = "python_stdlib"  # "python_stdlib", or a folder, file or glob of text / .jsonl files
-    text_key: str = "text"  # field of a .jsonl line that holds the text
+    text_key: str = "text"  # field of a .jsonl line that holds the text; a line with `messages` is a chat
     tokenizer: str = "bytes"  # "bytes", or a directory with tiktoken.model and tokenizer_config.json
     seq_len: int = 256
     batch_size: int = 4  # rows of an optimizer step, over all hosts and micro-batches

@@ -19,7 +19,9 @@ from jaxtyping import Array, Bool, Int
 from k3jax.config import ConfigError, DataConfig
 from k3jax.data.packing import PackedRows, TokenStream
 from k3jax.data.source import Document, read_documents
-from k3jax.text import Tokenizer
+from k3jax.text import Tokenizer, render_chat
+
+_Encoded = tuple[np.ndarray, np.ndarray | None]  # ids, and which of them are to be predicted (None: all)
 
 
 @jax.tree_util.register_dataclass
@@ -91,24 +93,45 @@ class BatchIterator(Iterator[Batch]):
 def load_corpus(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     """Read and tokenise all documents of `config.source`; they stay in memory, 2 or 4 bytes a token."""
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    train: list[np.ndarray] = []
-    held_out: list[np.ndarray] = []
+    train: list[_Encoded] = []
+    held_out: list[_Encoded] = []
     for document in read_documents(config):
         side = held_out if document.is_held_out(config.eval_fraction) else train
-        side.append(_token_ids(document, tokenizer).astype(dtype))
+        ids, trained = _encode(document, tokenizer)
+        side.append((ids.astype(dtype), trained))
     if not train:
         raise ConfigError(f"data.eval_fraction = {config.eval_fraction}: all {len(held_out)} documents are held out")
     return Corpus(train=_pack(train, config, tokenizer), held_out=_pack(held_out, config, tokenizer))
 
 
-def _token_ids(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+def _encode(document: Document, tokenizer: Tokenizer) -> _Encoded:
+    """A document's ids, and for a chat which of them the assistant writes."""
+    if document.chat is not None:
+        return _encode_chat(document, tokenizer)
     if tokenizer.is_bytes:  # an id is the byte's value: no need to decode
-        return np.frombuffer(document.data, np.uint8)
-    return np.asarray(tokenizer.encode(document.data.decode("utf-8", "replace")), np.int64)
+        return np.frombuffer(document.data, np.uint8), None
+    return np.asarray(tokenizer.encode(document.data.decode("utf-8", "replace")), np.int64), None
 
 
-def _pack(documents: list[np.ndarray], config: DataConfig, tokenizer: Tokenizer) -> PackedRows:
-    stream = TokenStream.shuffled(documents, eos_id=tokenizer.eos_id, seed=config.shuffle_seed)
+def _encode_chat(document: Document, tokenizer: Tokenizer) -> _Encoded:
+    try:
+        prompt = render_chat(**document.chat or {}, tokenizer=tokenizer, add_generation_prompt=False)
+    except ValueError as error:
+        raise ConfigError(f"data.source: {document.name}: {error}") from error
+    trained = np.zeros(len(prompt.ids), np.bool_)
+    for start, end in prompt.completions:
+        trained[start:end] = True
+    return np.asarray(prompt.ids, np.int64), trained
+
+
+def _pack(documents: list[_Encoded], config: DataConfig, tokenizer: Tokenizer) -> PackedRows:
+    trained = [np.ones(len(ids), np.bool_) if mask is None else mask for ids, mask in documents]
+    stream = TokenStream.shuffled(
+        [ids for ids, _ in documents],
+        eos_id=tokenizer.eos_id,
+        seed=config.shuffle_seed,
+        trained=trained if any(mask is not None for _, mask in documents) else None,
+    )
     return PackedRows(stream=stream, seq_len=config.seq_len)
 
 

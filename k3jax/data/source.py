@@ -12,23 +12,26 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from k3jax.config import ConfigError, DataConfig
 
 PYTHON_STDLIB = "python_stdlib"
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
+CHAT_KEYS = ("messages", "tools", "tool_choice", "response_format", "thinking", "effort")
 PIECE_BYTES = 8192  # documents that a lone text file is cut into
 
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One text: its name within the source, and its UTF-8 bytes as they are in the file."""
+    """One text: its name within the source, and its UTF-8 bytes as they are in the file; or one chat."""
 
     name: str
     data: bytes
+    chat: Mapping[str, Any] | None = None  # arguments of `render_chat`, of a .jsonl line with `messages`
 
     def is_held_out(self, fraction: float) -> bool:
         """Whether the hash of the name falls into the lowest `fraction` of its range."""
@@ -86,7 +89,7 @@ def _documents_of_file(path: Path, name: str, *, text_key: str, alone: bool) -> 
     if path.suffix == ".jsonl":
         for index, line in enumerate(data.split(b"\n")):
             if line.strip():
-                yield Document(name=f"{name}#{index}", data=_text_of_line(line, text_key, f"{path} line {index + 1}"))
+                yield _document_of_line(line, f"{name}#{index}", text_key, f"{path} line {index + 1}")
     elif b"\0" in data[:1024]:
         if alone:
             raise ConfigError(f"data.source: {path} is not a text file (it holds a zero byte)")
@@ -97,15 +100,20 @@ def _documents_of_file(path: Path, name: str, *, text_key: str, alone: bool) -> 
         yield Document(name=name, data=data)
 
 
-def _text_of_line(line: bytes, text_key: str, place: str) -> bytes:
+def _document_of_line(line: bytes, name: str, text_key: str, place: str) -> Document:
     try:
         record = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"data.source: {place} is not JSON") from error
+    if isinstance(record, dict) and "messages" in record:
+        unknown = record.keys() - CHAT_KEYS
+        if unknown:
+            raise ConfigError(f"data.source: {place}: {min(unknown)!r} is not a chat's; use {', '.join(CHAT_KEYS)}")
+        return Document(name=name, data=b"", chat=record)
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise ConfigError(f"data.source: {place} has no text under {text_key!r} (data.text_key)")
-    return text.encode("utf-8", "replace")
+        raise ConfigError(f"data.source: {place} has neither text under {text_key!r} (data.text_key) nor messages")
+    return Document(name=name, data=text.encode("utf-8", "replace"))
 
 
 def _cut_at_lines(data: bytes) -> Iterator[bytes]:

@@ -119,3 +119,20 @@ def test_evaluation_rows_are_fixed_and_need_enough_held_out_text(source):
         load_corpus(none, Tokenizer.bytes()).eval_batches(none, batch_size=4)
     with pytest.raises(ConfigError, match="all 40 documents are held out"):
         load_corpus(config(source, eval_fraction=1.0), Tokenizer.bytes())
+
+
+def test_a_chat_is_trained_on_what_the_assistant_writes(tmp_path):
+    chat = {
+        "messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "reasoning": "sum"}]
+    }
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat) + "\n")
+    tokenizer = Tokenizer.bytes()
+    corpus = load_corpus(DataConfig(source=str(tmp_path), seq_len=2048, eval_fraction=0.0), tokenizer)
+    row = corpus.train[0]
+    written = tokenizer.decode([int(t) for t in row["targets"][row["loss_mask"]]])
+    assert written.startswith("sum<|close|>think<|sep|><|open|>response<|sep|>4<|close|>response<|sep|>")
+    assert "2+2" not in written
+    bad = {"messages": [{"role": "user", "content": "x"}], "temperature": 1}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(bad) + "\n")
+    with pytest.raises(ConfigError, match="line 1: 'temperature' is not a chat's"):
+        load_corpus(DataConfig(source=str(tmp_path)), tokenizer)

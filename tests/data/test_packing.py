@@ -58,3 +58,13 @@ def test_the_order_follows_the_seed_and_the_fingerprint_follows_the_tokens():
     one, same, other = packed([3, 1, 5, 2], 4), packed([3, 1, 5, 2], 4), packed([3, 1, 5, 2], 4, seed=1)
     assert one.stream.tokens.tolist() == same.stream.tokens.tolist() != other.stream.tokens.tolist()
     assert one.stream.fingerprint == same.stream.fingerprint != packed([3, 1, 5, 3], 4).stream.fingerprint
+
+
+def test_only_trained_tokens_are_targets():
+    documents = [np.full(n, n, np.uint16) for n in (3, 6)]
+    trained = [np.arange(n) % 2 == 1 for n in (3, 6)]
+    stream = TokenStream.shuffled(documents, eos_id=EOS, seed=0, trained=trained)
+    rows = PackedRows(stream=stream, seq_len=4)
+    counted = [t for index in range(len(rows)) for t in rows[index]["targets"][rows[index]["loss_mask"]]]
+    assert sorted(counted) == [3, 6, 6, 6]
+    assert stream.fingerprint != TokenStream.shuffled(documents, eos_id=EOS, seed=0).fingerprint

@@ -82,7 +82,11 @@ def test_nothing_found_is_one_clear_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{", "line 2 is not JSON"), ("[1]", "line 2 has no text"), ('{"text": 3}', "line 2 has no text under 'text'")],
+    [
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2 has neither text"),
+        ('{"text": 3}', "line 2 has neither text under 'text'"),
+    ],
 )
 def test_a_bad_jsonl_line_is_named(tmp_path, line, message):
     (tmp_path / "x.jsonl").write_text('{"text": "fine"}\n' + line)
