@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint aot bench
+.PHONY: help setup demo test soak lint aot bench peers
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/'
@@ -41,6 +41,9 @@ demo: setup  ## train a tiny K3 on this Python's standard library, then complete
 test: setup  ## the CPU test suite
 	$(PY) -m pytest
 
+soak: setup  ## fuzzing, random kills and long runs, for hours
+	$(PY) -m pytest -n 0 -m soak --timeout 3600
+
 lint: setup  ## formatting, style, import rules, types
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
@@ -50,5 +53,20 @@ lint: setup  ## formatting, style, import rules, types
 aot: $(VENV)/.installed-aot  ## compile for TPU topologies, without a TPU
 	XLA_FLAGS= $(PY) -m pytest -n 0 -m aot -s
 
-bench: $(VENV)/.installed-aot  ## static cycles of the TPU kernels, from the compiler's schedule
-	$(PY) -m benchmarks.static_cycles kda
+bench: $(VENV)/.installed-aot  ## static cycles of the TPU kernels, from the compiler's schedule, into docs/performance.md
+	$(PY) -m benchmarks.static_cycles all --json build/static_cycles.json
+	$(PY) -m benchmarks.report build/static_cycles.json
+
+# Other projects' kernels need a newer Python and a newer jax than the lock above has for 3.11.
+PEERS := .venv-peers
+PEERS_PYTHON ?= python3.12
+
+peers: $(PEERS)/.installed  ## .venv-peers (Python 3.12) with other projects' kernels, for side-by-side figures
+
+$(PEERS)/.installed: requirements-peers.lock
+	@$(PEERS_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+		{ echo "make peers needs Python 3.12 or newer; $(PEERS_PYTHON) is not that (set PEERS_PYTHON=...)"; exit 1; }
+	@echo "installing requirements-peers.lock in $(PEERS) (about 1 GB)"
+	@$(PEERS_PYTHON) -m venv --clear $(PEERS)
+	@$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-peers.lock
+	@touch $@

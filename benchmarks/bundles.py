@@ -6,6 +6,7 @@ trip, whether its instructions are predicated or not. The one exception: copies 
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 SLOTS = ("MATMUL", "MATPUSH", "XLU", "VALU", "VPOP", "EUP", "VLOAD", "VLOAD:FILL", "VSTORE", "VSTORE:SPILL", "SALU")
@@ -44,16 +45,19 @@ class Schedule:
         return dict(zip(SLOTS, totals, strict=True))
 
 
-def read_schedule(bundles: str, utilisation: str, *, branch_delay: int) -> Schedule:
+def read_schedule(
+    bundles: str, utilisation: str, *, branch_delay: int, traced_trips: Iterator[int] | None = None
+) -> Schedule:
     """Parse the texts of `*final_bundles.txt` and `*final_hlo-static-per-bundle-utilization.txt`.
 
-    `branch_delay`: bundles after a branch that still run. Raises ValueError where a loop's trips cannot be read.
+    `branch_delay`: bundles after a branch that still run. `traced_trips`: of the loops whose bounds are not constants,
+    in the order of their ends. Raises ValueError where a loop's trips cannot be read.
     """
     texts = _split(bundles)
     capacity, used = read_utilisation(utilisation)
     if len(used) != len(texts):
         raise ValueError(f"{len(texts)} bundles but the slots of {len(used)}: the two files are of different kernels")
-    loops = _find_loops(texts, branch_delay)
+    loops = _find_loops(texts, branch_delay, iter(()) if traced_trips is None else traced_trips)
     runs = [1] * len(texts)
     for first, last in _donation_copies(texts, branch_delay):
         runs[first : last + 1] = [0] * (last + 1 - first)
@@ -100,25 +104,27 @@ def _donation_copies(texts: list[str], branch_delay: int) -> list[tuple[int, int
     return copies
 
 
-def _find_loops(texts: list[str], branch_delay: int) -> tuple[Loop, ...]:
+def _find_loops(texts: list[str], branch_delay: int, traced: Iterator[int]) -> tuple[Loop, ...]:
     starts = {int(region): i for i, text in enumerate(texts) for region in _STARTS.findall(text)}
     loops = []
     for i, text in enumerate(texts):
         for predicate, region in _BRANCH.findall(text):
             first = starts.get(int(region), len(texts))
             if first <= i:  # a branch back
-                loops.append(Loop(first, i + branch_delay, _trips(texts, predicate, first, i)))
+                loops.append(Loop(first, i + branch_delay, _trips(texts, predicate, first, i, traced)))
     return tuple(loops)
 
 
-def _trips(texts: list[str], predicate: str, first: int, branch: int) -> int:
-    """From the exit test `counter + step >= bound`, the counter's step and the value it enters with."""
+def _trips(texts: list[str], predicate: str, first: int, branch: int, traced: Iterator[int]) -> int:
+    """From the exit test `counter + step >= bound`, the counter's step and the value it enters with; or as told."""
     body = "".join(texts[first : branch + 1])
     test = re.search(
         re.escape(predicate) + r" = scmp\.ge\.s32\.totalorder (?:\(!?%p\w+\), )?(%s\d+_s\d+), (\d+) /\* loop exit test",
         body,
     )
     if test is None:
+        for trips in traced:
+            return trips
         raise ValueError(f"the loop of bundles {first:#x} to {branch:#x} has no exit test against a constant")
     counter, step = _advance(body, test[1])
     return -(-(int(test[2]) - _enters_with(texts, counter, first)) // step)
@@ -132,13 +138,24 @@ def _advance(body: str, register: str) -> tuple[str, int]:
     operands = definition[2].strip()
     if definition[1] == "sadd.s32":
         step, counter = operands.split(", ")
-        return counter, int(step)
+        return _unspilled(body, counter), int(step)
     if definition[1] == "smov.u32":
         return _advance(body, operands)
-    spilled = re.search(r"sst " + re.escape(operands) + r" (%s\d+_s\d+)", body)
+    return _advance(body, _stored(body, register, operands))
+
+
+def _unspilled(body: str, register: str) -> str:
+    """The register that `register` is read back from, if it is."""
+    reload = re.search(re.escape(register) + r" = sld (?:\(!?%p\w+\), )?(\S+)", body)
+    return register if reload is None else _unspilled(body, _stored(body, register, reload[1]))
+
+
+def _stored(body: str, register: str, place: str) -> str:
+    """The register that the loop stores at a place in scalar memory."""
+    spilled = re.search(r"sst " + re.escape(place) + r" (%s\d+_s\d+)", body)
     if spilled is None:
-        raise ValueError(f"the loop counter {register} comes from {operands}, which the loop does not store")
-    return _advance(body, spilled[1])
+        raise ValueError(f"the loop counter {register} comes from {place}, which the loop does not store")
+    return spilled[1]
 
 
 def _enters_with(texts: list[str], counter: str, first: int) -> int:

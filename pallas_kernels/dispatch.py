@@ -1,5 +1,6 @@
 """Which body of a kernel runs: by request or by platform, said once in the log, never a silent fallback."""
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,14 @@ BY_PLATFORM = {"cpu": "xla", "gpu": "xla", "cuda": "xla", "rocm": "xla", "tpu": 
 
 _log = logging.getLogger("pallas_kernels")
 _announced: set[tuple[str, str]] = set()
+
+
+@functools.cache
+def on_hopper() -> bool:
+    """Whether the `gpu` bodies run here: an NVIDIA GPU of compute capability 9.x, and jax 0.11's Mosaic GPU."""
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", ""))
+    return device.platform == "gpu" and capability.startswith("9.") and jax.__version_info__ >= (0, 11)
 
 
 def resolve(

@@ -9,6 +9,8 @@ A scale byte s means 2^(s - 127); 255 is NaN. Where MX leaves a choice: an all-z
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,9 +20,14 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt8
 
+from pallas_kernels.mx_layout import SUPERBLOCK, from_decode, to_decode
+
+_log = logging.getLogger("pallas_kernels")
+
 BLOCK = 32
 NAN_SCALE = 255
 Rule = Literal["floor", "ceil", "even"]
+Layout = Literal["checkpoint", "decode", "decode_words"]
 
 # Float32 bit patterns, as int32.
 _MAGNITUDE = 0x7FFFFFFF
@@ -53,25 +60,32 @@ _E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class MXFP4Array:
-    """A weight of logical shape [..., out, in] as E2M1 codes and E8M0 scales, exactly the checkpoint's bytes.
+    """A weight of logical shape [..., out, in] as E2M1 codes and E8M0 scales, every bit of the checkpoint's.
 
-    `codes` uint8 [..., out, in/2] holds two elements a byte, the low nibble being the even one; `scales` uint8
-    [..., out, in/32]. Leaves may be anything that a tree transform puts there (tracers, ShapeDtypeStruct, None), so
-    construction checks nothing: use `from_checkpoint`. There is no `dtype`: ask `codes` for storage, or `dequantize`.
+    In `layout` "checkpoint", `codes` uint8 [..., out, in/2] holds two elements a byte, the low nibble being the even
+    one, and `scales` is uint8 [..., out, in/32]; the others are what the TPU decode kernel reads, with a third leaf
+    `narrow` int32 [...] (`decode_layout`, `mx_layout.py`). Leaves may be anything that a tree transform puts there
+    (tracers, ShapeDtypeStruct, None), so construction checks nothing: use `from_checkpoint`. There is no `dtype`: ask
+    `codes` for storage, or `dequantize`.
+
+    With `layer`, an int32 scalar, the leaves have a leading axis of layers and this is one of them (`at_layer`).
     """
 
     codes: Any
     scales: Any
-    layout: str = field(default="checkpoint", metadata={"static": True})
+    layout: Layout = field(default="checkpoint", metadata={"static": True})
+    narrow: Any = None
+    layer: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape [..., out, in]."""
-        return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
+        *lead, first, second = self.codes.shape[self.layer is not None :]
+        return (*lead, first, 2 * second) if self.layout == "checkpoint" else (*lead, second, 2 * first)
 
     @property
     def ndim(self) -> int:
-        return len(self.codes.shape)
+        return len(self.shape)
 
     @classmethod
     def from_checkpoint(
@@ -92,14 +106,78 @@ class MXFP4Array:
             )
         return cls(codes=weight_packed, scales=weight_scale)
 
+    def at_layer(self, index: Any) -> MXFP4Array:
+        """Layer `index` of stacked weights; in a decode layout nothing is sliced, so that nothing is copied.
+
+        A kernel is given its operands whole: a slice taken for it would be every expert of a layer, written again.
+        """
+        layer = dataclasses.replace(self, layer=index)
+        return layer.sliced() if self.layout == "checkpoint" else layer
+
+    def sliced(self) -> MXFP4Array:
+        """The same without `layer`."""
+        if self.layer is None:
+            return self
+        codes, scales, narrow = jax.tree.map(lambda leaf: leaf[self.layer], (self.codes, self.scales, self.narrow))
+        return MXFP4Array(codes, scales, self.layout, narrow)
+
     def to_checkpoint(self) -> tuple[UInt8[Array, "*lead out half_in"], UInt8[Array, "*lead out blocks"]]:
-        """Return `(weight_packed, weight_scale)`, byte for byte what `from_checkpoint` was given."""
-        return self.codes, self.scales
+        """Return `(weight_packed, weight_scale)`, byte for byte what `from_checkpoint` was given, from any layout."""
+        own = self.sliced()
+        if self.layout == "checkpoint":
+            return own.codes, own.scales
+        return from_decode(own.codes, own.scales, words=self.layout == "decode_words")
+
+
+def decode_layout(array: MXFP4Array, layout: Layout = "decode") -> MXFP4Array:
+    """The same weight in a layout of the TPU decode kernel, 0.54 bytes an element; for NumPy, JAX, abstract leaves.
+
+    "decode" is for TPU7x, "decode_words" for chips without float4: `layout_for` says which. The kernel is exact unless
+    `decodes_exactly` says no. ValueError unless 128 divides the input width.
+    """
+    if array.layout == layout:
+        return array
+    if layout == "checkpoint":
+        return MXFP4Array.from_checkpoint(*array.to_checkpoint())
+    codes, scales, narrow = to_decode(*array.to_checkpoint(), words=layout == "decode_words")
+    return MXFP4Array(codes, scales, layout, narrow)
+
+
+def layout_for(device_kind: str) -> Layout:
+    """The layout that experts with few rows want on a device (`jax.devices()[0].device_kind`)."""
+    if not device_kind.startswith("TPU"):
+        return "checkpoint"
+    return "decode" if device_kind.startswith("TPU7") else "decode_words"
+
+
+def serving_layout(array: MXFP4Array, device_kind: str, name: str) -> MXFP4Array:
+    """Lay concrete weights out for serving on a device; logs `name` where they must stay as they are."""
+    layout = layout_for(device_kind)
+    if layout == "checkpoint" or decodes_exactly(array):
+        return decode_layout(array, layout)
+    _log.warning("%s keeps the checkpoint's layout, which is slow: a TPU would not decode it exactly", name)
+    return array
+
+
+def decodes_exactly(array: MXFP4Array) -> bool:
+    """Whether the decode kernel can serve `array`, concrete and in the checkpoint's layout; else keep that layout.
+
+    It cannot where 128 does not divide the input width, where a scale is 255, NaN, or where a block that is not all
+    zeros has the scale 0 or 1: a device would flush the subnormal values that they give.
+    """
+    if array.shape[-1] % SUPERBLOCK:
+        return False
+    xp = _namespace(array.codes)
+    small = array.scales < 2
+    if not bool(xp.any(small)):
+        return not bool(xp.any(array.scales == NAN_SCALE))
+    nonzero = xp.any((array.codes.reshape(*array.scales.shape, BLOCK // 2) & 0x77) != 0, axis=-1)
+    return not bool(xp.any((array.scales == NAN_SCALE) | (nonzero & small)))
 
 
 def check_scales(array: MXFP4Array, name: str) -> None:
     """Raise ValueError naming the tensor `name` if a scale byte is 255, NaN in E8M0; needs concrete leaves."""
-    bad = np.argwhere(np.asarray(array.scales) == NAN_SCALE)
+    bad = np.argwhere(np.asarray(array.to_checkpoint()[1]) == NAN_SCALE)
     if len(bad):
         raise ValueError(f"{name}: {len(bad)} scale bytes are 255 (NaN in E8M0), the first at {tuple(bad[0].tolist())}")
 
@@ -122,12 +200,13 @@ def dequantize(x: MXFP4Array, dtype: DTypeLike = "float32") -> Float[Array, "*le
     float32's range and become infinity), on NumPy and on devices alike: subnormal values are built, not multiplied.
     bfloat16 is exact wherever float32 is.
     """
-    codes = _interleave(x.codes & 15, x.codes >> 4)
-    if isinstance(x.codes, np.ndarray):
+    packed, scales = x.to_checkpoint()
+    codes = _interleave(packed & 15, packed >> 4)
+    if isinstance(packed, np.ndarray):
         values = _E2M1_VALUES[codes]
     else:
         values = _e2m1_bits(codes.astype("int32")).view("float32")
-    return _apply_scales(values, x.scales, dtype)
+    return _apply_scales(values, scales, dtype)
 
 
 def mxfp8_quantize(

@@ -4,7 +4,7 @@ import importlib
 
 from benchmarks.cases.case import Case
 
-FAMILIES = ("kda",)
+FAMILIES = ("kda", "mla", "attn_res", "grouped_matmul")
 
 
 def registry() -> dict[str, tuple[Case, ...]]:

@@ -11,11 +11,15 @@ Program = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """One program to compile: `build()` returns the function, its arguments' shapes and the arguments it donates."""
+    """One program to compile: `build()` returns the function, its arguments' shapes and the arguments it donates.
+
+    `traced_trips`: how often the loops run whose bounds the program computes, in the order in which they end.
+    """
 
     name: str
     units: int
     build: Callable[[], Program]
+    traced_trips: tuple[int, ...] = ()
 
 
 def shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:

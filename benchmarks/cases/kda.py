@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 
 from benchmarks.cases.case import Case, Program, shape
@@ -27,6 +28,18 @@ def _forward(heads: int, length: int) -> Program:
     parameters = shape(jnp.float32, heads), shape(jnp.float32, heads, WIDTH)
     beta, state = shape(jnp.float32, 1, length, heads), shape(jnp.float32, 1, heads, WIDTH, WIDTH)
     return forward, (*tokens, beta, *parameters, state), ()
+
+
+def _forward_backward(heads: int, length: int) -> Program:
+    """A training step's pass through one sequence: the forward that saves, and all gradients of it."""
+    forward, (*tokens, beta, a_log, dt_bias, state), _ = _forward(heads, length)
+
+    def both(*arguments):  # type: ignore[no-untyped-def]
+        *inputs, cotangent, state_cotangent = arguments
+        results, pull = jax.vjp(forward, *inputs)
+        return results, pull((cotangent, state_cotangent))
+
+    return both, (*tokens, beta, a_log, dt_bias, state, tokens[2], state), ()
 
 
 def _decode(rows: int, heads: int) -> Program:
@@ -62,6 +75,10 @@ def _decode(rows: int, heads: int) -> Program:
 
 
 CASES = (
-    *(Case(f"kda_fwd_h{heads}_t4096", heads * 4096, partial(_forward, heads, 4096)) for heads in (8, 16, 96)),
+    *(
+        Case(f"kda_{name}_h{heads}_t4096", heads * 4096, partial(program, heads, 4096))
+        for name, program in (("fwd", _forward), ("fwd_bwd", _forward_backward))
+        for heads in (8, 16, 96)
+    ),
     Case("kda_decode_b256_h96", 256 * 96, partial(_decode, 256, 96)),
 )

@@ -1,24 +1,23 @@
-"""The model as tensors of the released layout, in memory or as a directory."""
+"""A model in memory as tensors of the released layout, or written out as a directory of them."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
+from rich.console import Console
 
+from k3jax.checkpoint.exporter import export_checkpoint
 from k3jax.checkpoint.layout import Sizes
-from k3jax.checkpoint.names import PAD, PREFIX, Placement, axis_sizes, placements
+from k3jax.checkpoint.names import PAD, PREFIX, Entry, Placement, axis_sizes, entries, placements
 from k3jax.checkpoint.orbax_io import named_leaves
-from k3jax.checkpoint.safetensors_dir import INDEX
+from k3jax.checkpoint.orbax_tree import join_parts
+from k3jax.checkpoint.work import default_workers
 from k3jax.nn.transformer import Transformer
 from pallas_kernels.mx import MXFP4Array, dequantize
 
@@ -60,44 +59,35 @@ def _on_disk(placement: Placement, values: Mapping[str, Any], sizes: Sizes) -> A
     return layout.to_disk(parts[0] if len(parts) == 1 else layout.join(parts, sizes), sizes)
 
 
+class ModelSource:
+    """A model in memory as something to export."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._values = {name: np.asarray(leaf) for name, leaf in named_leaves(model).items()}
+        quantized = any(name.endswith(".codes") for name in self._values)
+        self.config = dataclasses.replace(model.config, quantized_experts=quantized, vision_json="")
+        self.entries = entries(self.config)
+
+    def dtype(self, entry: Entry) -> np.dtype:
+        """Of an entry's tensors."""
+        return self._values[entry.stacked[0]].dtype
+
+    def read(self, entry: Entry, start: int, stop: int, buffer: np.ndarray | None = None) -> np.ndarray:
+        """Rows `start` to `stop` of an entry's block; `buffer` is not used."""
+        blocks = [
+            None if name == PAD else self._values[name][entry.row].transpose(entry.order)[entry.rows(start, stop)]
+            for name in entry.stacked
+        ]
+        return np.ascontiguousarray(join_parts(blocks, entry))
+
+    def fill(self, out: np.ndarray, entry: Entry, part: int, index: tuple[slice, ...]) -> None:
+        """Copy into `out` a slice of the entry's array number `part`, in the model's order of axes."""
+        out[...] = self._values[entry.stacked[part]][entry.row][index]
+
+
 def save_hf(model: Transformer, directory: str | os.PathLike[str]) -> None:
     """Write the text model as a directory in the released layout: a shard for each layer, one for the rest.
 
-    Everything is gathered in host memory. Files appear whole: the index, without which nothing loads, comes last.
+    The model is gathered in host memory. Files appear whole: the index, without which nothing loads, comes last.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: np.asarray(value) for name, value in hf_tensors(model).items()}
-    weight_map: dict[str, str] = {}
-    for file, names in _shards(tensors, model.config.num_layers):
-        with _whole(directory / file) as temporary:
-            save_file(
-                {name: np.ascontiguousarray(tensors[name]) for name in names}, temporary, metadata={"format": "pt"}
-            )
-        weight_map |= dict.fromkeys(names, file)
-    text_only = dataclasses.replace(model.config, vision_json="")
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
-    for file, content in (("config.json", text_only.to_hf()), (INDEX, index)):
-        with _whole(directory / file) as temporary:
-            temporary.write_text(json.dumps(content, indent=2), encoding="utf-8")
-
-
-def _shards(names: Mapping[str, Any], num_layers: int) -> Iterator[tuple[str, list[str]]]:
-    """(file, its tensors): layer l in shard l + 1 and what belongs to no layer in the last, as in the release."""
-    parts: dict[int, list[str]] = {shard: [] for shard in range(1, num_layers + 2)}
-    for name in names:
-        _, in_layer, rest = name.partition("model.layers.")
-        parts[int(rest.split(".")[0]) + 1 if in_layer else num_layers + 1].append(name)
-    for shard, part in parts.items():
-        yield f"model-{shard:05d}-of-{num_layers + 1:06d}.safetensors", part
-
-
-@contextmanager
-def _whole(file: Path) -> Iterator[Path]:
-    """A temporary path that becomes `file` when the block ends without an error, and vanishes otherwise."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    try:
-        yield temporary
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
+    export_checkpoint(ModelSource(model), directory, workers=default_workers(), console=Console(quiet=True))

@@ -1,17 +1,31 @@
-"""Reading a checkpoint in the released layout: checks against the name table, then one stacked leaf at a time."""
+"""Reading a checkpoint in the released layout: checks against the name table, then any part of any entry."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import json
+import os
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
-from k3jax.checkpoint.names import PAD, PREFIX, VISION_PREFIXES, WEIGHT, Placement, axis_sizes, placements
-from k3jax.checkpoint.safetensors_dir import CheckpointError, SafetensorsDir, StoredTensor
-from k3jax.config import ModelConfig
+from k3jax.checkpoint.folder import Folder, is_remote
+from k3jax.checkpoint.names import (
+    PAD,
+    PREFIX,
+    VISION_PREFIXES,
+    WEIGHT,
+    Entry,
+    Placement,
+    TensorSpec,
+    axis_sizes,
+    entries,
+    placements,
+    vision_entry,
+    vision_specs,
+)
+from k3jax.checkpoint.safetensors_dir import DTYPES, CheckpointError, SafetensorsDir, StoredTensor
+from k3jax.config import ConfigError, ModelConfig
 from pallas_kernels.mx import NAN_SCALE
 
 _FLOATS = ("BF16", "F32", "F16")
@@ -28,9 +42,10 @@ class HFCheckpoint:
     prefix: str  # "language_model." or nothing
 
     @classmethod
-    def open(cls, path: Path) -> HFCheckpoint:
+    def open(cls, path: str | os.PathLike[str]) -> HFCheckpoint:
         """Read config.json and all headers; raises `ConfigError` or `CheckpointError` where they do not fit."""
-        config, files = ModelConfig.from_hf(path), SafetensorsDir.open(path)
+        files = SafetensorsDir.open(path)
+        config = _read_config(files.folder)
         prefix = PREFIX if any(name.startswith(PREFIX) for name in files.tensors) else ""
         checkpoint = cls(_seen_in(config, files), files, prefix)
         checkpoint._check_names()
@@ -39,62 +54,97 @@ class HFCheckpoint:
 
     @cached_property
     def placements(self) -> list[Placement]:
-        """The families that the checkpoint holds."""
+        """The families of the text model that the checkpoint holds."""
         return placements(self.config)
+
+    @cached_property
+    def entries(self) -> list[Entry]:
+        """All that it holds: the text model layer by layer, then tower and projector."""
+        vision = sorted(name for name in self.files.tensors if name.startswith(VISION_PREFIXES))
+        return entries(self.config) + [vision_entry(name, self.files.tensors[name].shape) for name in vision]
 
     def stored(self, name: str) -> StoredTensor:
         """Where the tensor of this name (without prefix) lies."""
-        return self.files.tensors[self.prefix + name]
+        return self.files.tensors[self._full(name)]
 
-    def leaves(self) -> Iterator[tuple[str, np.ndarray]]:
-        """(path of a leaf in the model, its value), read one family at a time."""
-        for placement in self.placements:
-            yield from self._split(placement, self._stack(placement))
+    def dtype(self, entry: Entry) -> np.dtype:
+        """Of an entry's tensors."""
+        return np.dtype(DTYPES[self.stored(entry.tensor()).dtype])
 
-    def _split(self, placement: Placement, stacked: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        if len(placement.leaves) == 1:
-            yield placement.leaves[0], stacked
+    def read(self, entry: Entry, start: int, stop: int, buffer: np.ndarray | None = None) -> np.ndarray:
+        """Rows `start` to `stop` of an entry's block; `buffer`, uint8 and long enough, is used for it where given."""
+        row = entry.row_elements * self.dtype(entry).itemsize
+        raw = np.empty(row * (stop - start), np.uint8) if buffer is None else buffer[: row * (stop - start)]
+        if entry.experts is None:
+            self.stored(entry.name).read_into(raw, start * row)
+        else:
+            for i, expert in enumerate(range(start, stop)):
+                self.stored(entry.tensor(expert)).read_into(raw[i * row : (i + 1) * row])
+        block = raw.view(self.dtype(entry)).reshape(stop - start, *entry.shape[1:])
+        self._check(entry, start, block)
+        return block
+
+    def fill(self, out: np.ndarray, entry: Entry, part: int, index: tuple[slice, ...]) -> None:
+        """Copy into `out` a slice of the entry's array number `part`, in the model's order of axes."""
+        if entry.experts is None:
+            out[...] = self._part(entry, entry.name, part, index)
             return
-        parts = placement.family.layout.split(stacked, axis_sizes(self.config))
-        yield from ((path, part) for path, part in zip(placement.leaves, parts, strict=True) if path != PAD)
+        for i, expert in enumerate(range(*index[0].indices(entry.experts))):
+            out[i] = self._part(entry, entry.tensor(expert), part, index[1:])
+            self._check(entry, expert, out[i : i + 1])
 
-    def _stack(self, placement: Placement) -> np.ndarray:
-        sizes, layout = axis_sizes(self.config), placement.family.layout
-        tensors = ((layout.to_model(self._read(name, placement), sizes), at) for name, at in placement.tensors())
-        tensor, at = next(tensors)
-        if not placement.lead:
-            return tensor
-        stacked = np.empty((*placement.lead, *tensor.shape), tensor.dtype)
-        stacked[at] = tensor
-        for tensor, at in tensors:
-            stacked[at] = tensor
-        return stacked
+    def _part(self, entry: Entry, name: str, part: int, index: tuple[slice, ...]) -> np.ndarray:
+        layout, stored = entry.family.layout, self.stored(name)
+        whole = all(one == slice(None) for one in index) or PAD in entry.arrays
+        tensor = stored.read() if whole else stored.view()
+        if PAD in entry.arrays:
+            self._check(entry, 0, tensor)
+        array = layout.to_model(tensor, entry.sizes)
+        return (array if entry.split_axis is None else layout.split(array, entry.sizes)[part])[index]
 
-    def _read(self, name: str, placement: Placement) -> np.ndarray:
-        tensor = self.stored(name).read()
-        if name.endswith(".weight_scale") and (tensor == NAN_SCALE).any():
-            count = int((tensor == NAN_SCALE).sum())
-            raise CheckpointError(f"{self._place(name)}: {count} scale bytes are {NAN_SCALE}, which is NaN in E8M0")
-        if PAD in placement.leaves:
+    def _check(self, entry: Entry, first: int, block: np.ndarray) -> None:
+        """Refuse what no K3 checkpoint may hold in rows from `first` on."""
+        if entry.name.endswith(".weight_scale") and (block == NAN_SCALE).any():
+            bad = (block == NAN_SCALE).reshape(len(block), -1).sum(axis=1)
+            at = int(np.flatnonzero(bad)[0])
+            place = self._place(entry.tensor(first + at))
+            raise CheckpointError(f"{place}: {bad[at]} scale bytes are {NAN_SCALE}, which is NaN in E8M0")
+        if PAD in entry.arrays:
             heads = self.config.kda.num_heads
-            tail = tensor[heads:]
+            tail = block[heads:]
             if (bad := tail[tail.view(f"u{tail.itemsize}") != 0]).size:  # bits, so that NaN and -0 count
-                raise CheckpointError(f"{self._place(name)}: entries past the {heads} heads must be 0, got {bad[0]}")
-        return tensor
+                raise CheckpointError(
+                    f"{self._place(entry.name)}: entries past the {heads} heads must be 0, got {bad[0]}"
+                )
+
+    def _full(self, name: str) -> str:
+        return name if name.startswith(VISION_PREFIXES) else self.prefix + name
 
     def _place(self, name: str) -> str:
-        return f"{self.stored(name).file}: {self.prefix}{name}"
+        return f"{self.stored(name).file}: {self._full(name)}"
 
     def _check_names(self) -> None:
         expected = {self.prefix + name for placement in self.placements for name, _ in placement.tensors()}
-        found = {name for name in self.files.tensors if not name.startswith(VISION_PREFIXES)}
+        expected |= {spec.name for spec in self._vision_specs()}
+        found = set(self.files.tensors)
+        if not self._vision_specs():  # a config that does not describe the tower: its tensors are carried as they are
+            found = {name for name in found if not name.startswith(VISION_PREFIXES)}
         missing, unexpected = sorted(expected - found), sorted(found - expected)
         if missing or unexpected:
             kinds = (("missing", missing), ("unexpected", unexpected))
             counts = " and ".join(f"{len(n)} tensors are {what} (first: {n[0]})" for what, n in kinds if n)
-            raise CheckpointError(f"{self.files.path}: against its config.json {counts}")
+            raise CheckpointError(f"{self.files.folder}: against its config.json {counts}")
+
+    def _vision_specs(self) -> list[TensorSpec]:
+        try:
+            return list(vision_specs(self.config))
+        except (KeyError, TypeError, ValueError):  # not all of its numbers
+            return []
 
     def _check_tensors(self) -> None:
+        for spec in self._vision_specs():
+            if (shape := self.stored(spec.name).shape) != spec.shape:
+                raise CheckpointError(f"{self._place(spec.name)}: shape {shape}; config.json implies {spec.shape}")
         sizes = axis_sizes(self.config)
         for placement in self.placements:
             shape, dtypes = placement.family.layout.disk_shape(sizes), _DTYPES[placement.family.dtype]
@@ -108,6 +158,13 @@ class HFCheckpoint:
                     raise CheckpointError(f"{self._place(name)}: dtype {tensor.dtype}; expected {' or '.join(dtypes)}")
                 if tensor.dtype != first.dtype:
                     raise CheckpointError(f"{self._place(name)}: dtype {tensor.dtype}; in other layers {first.dtype}")
+
+
+def _read_config(folder: Folder) -> ModelConfig:
+    try:
+        return ModelConfig.from_hf(json.loads(folder.read("config.json")) if is_remote(folder.path) else folder.path)
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _seen_in(config: ModelConfig, files: SafetensorsDir) -> ModelConfig:

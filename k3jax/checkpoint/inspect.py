@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from k3jax.checkpoint import orbax_io
-from k3jax.checkpoint.hf_import import HFCheckpoint
-from k3jax.checkpoint.load import find_step
-from k3jax.checkpoint.names import TABLE, VISION_PREFIXES, Family, Placement, active_parameters, axis_sizes, placements
-from k3jax.checkpoint.safetensors_dir import DTYPES, CheckpointError, SafetensorsDir
+from k3jax.checkpoint.names import (
+    TABLE,
+    VISION,
+    VISION_FAMILIES,
+    Family,
+    active_parameters,
+    tensor_specs,
+    vision_specs,
+)
+from k3jax.checkpoint.safetensors_dir import DTYPES
+from k3jax.checkpoint.source import Source, open_source
 from k3jax.config import ModelConfig
 from pallas_kernels.mx import BLOCK
 
@@ -41,53 +50,50 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """A checkpoint's families, and what is beside the text model."""
+    """A checkpoint's families."""
 
     config: ModelConfig
     rows: list[Row]
-    vision_tensors: int = 0
-    vision_bytes: int = 0
 
 
-def inspect_directory(path: Path) -> Summary:
+def inspect_directory(path: str | os.PathLike[str]) -> Summary:
     """Summary of a directory in the released layout or from Orbax; `CheckpointError` or `ConfigError` as in `load`."""
-    if SafetensorsDir.present(path):
-        checkpoint = HFCheckpoint.open(path)
-        rows = _rows(checkpoint.config, lambda placement: checkpoint.stored(next(placement.tensors())[0]).dtype)
-        vision = [t for name, t in checkpoint.files.tensors.items() if name.startswith(VISION_PREFIXES)]
-        return Summary(checkpoint.config, rows, len(vision), sum(tensor.nbytes for tensor in vision))
-    step = find_step(path)
-    try:
-        config, leaves = orbax_io.read_model_config(step), orbax_io.stored_leaves(step, orbax_io.WEIGHTS)
-    except orbax_io.DamagedError as error:
-        raise CheckpointError(str(error)) from error
+    return summarise(open_source(path))
+
+
+def summarise(source: Source) -> Summary:
+    """Summary of an open checkpoint."""
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-
-    def dtype_of(placement: Placement) -> str:
-        if placement.leaves[0] not in leaves:
-            raise CheckpointError(f"{step}: holds no {placement.leaves[0]}, which its config implies")
-        return names[np.dtype(leaves[placement.leaves[0]].dtype)]
-
-    return Summary(config, _rows(config, dtype_of))
+    tensors = ((e.family, e.tensor_shape, names[source.dtype(e)], e.experts or 1) for e in source.entries)
+    return Summary(source.config, _rows(source.config, tensors))
 
 
 def inspect_config(config: ModelConfig) -> Summary:
     """Summary of the released-layout checkpoint that a model of this config would have."""
-    return Summary(config, _rows(config, lambda placement: _RELEASED_DTYPES[placement.family.dtype]))
+    specs = itertools.chain(tensor_specs(config), vision_specs(config))
+    dtypes = _RELEASED_DTYPES
+    return Summary(config, _rows(config, ((s.family, s.shape, dtypes[s.family.dtype], 1) for s in specs)))
 
 
-def _rows(config: ModelConfig, dtype_of: Callable[[Placement], str]) -> list[Row]:
-    sizes = axis_sizes(config)
-    counts: dict[tuple[Family, str], int] = {}
-    for placement in placements(config):
-        key = (placement.family, dtype_of(placement))
-        counts[key] = counts.get(key, 0) + math.prod(placement.lead)
+def _rows(config: ModelConfig, tensors: Iterable[tuple[Family, tuple[int, ...], str, int]]) -> list[Row]:
+    """The table of (family, shape, dtype, how many)."""
+    counts: Counter[tuple[Family, tuple[int, ...], str]] = Counter()
+    for family, shape, dtype, count in tensors:
+        counts[_in_table(family), shape, dtype] += count
+    order = {family: i for i, family in enumerate(TABLE)}
     rows = []
-    for (family, dtype), count in sorted(counts.items(), key=lambda item: TABLE.index(item[0][0])):
-        shape = family.layout.disk_shape(sizes)
+    for (family, shape, dtype), count in sorted(counts.items(), key=lambda item: order.get(item[0][0], len(TABLE))):
         parameters = family.parameters(count * math.prod(shape))
         rows.append(Row(family, count, shape, dtype, parameters, active_parameters(config, family, parameters)))
     return rows
+
+
+def _in_table(family: Family) -> Family:
+    """The table's family of a vision tensor that was carried by its name alone."""
+    if family.where != VISION:
+        return family
+    name = re.sub(r"\.blocks\.\d+\.", ".blocks.{b}.", family.name)
+    return next((known for known in VISION_FAMILIES if known.name == name), family)
 
 
 def show(summary: Summary, console: Console) -> None:
@@ -124,6 +130,8 @@ def features(summary: Summary) -> list[tuple[str, str]]:
         ("AttnRes", f"{config.num_snapshots} blocks of {config.attn_res_block} layers, {last} in the last"),
         ("context", f"{config.max_context:,} tokens, vocabulary {config.vocab_size:,}"),
     ]
-    if summary.vision_tensors:
-        lines.append(("vision", f"{summary.vision_tensors} tensors, {summary.vision_bytes:,} bytes, not in the table"))
+    vision = [row for row in rows if row.family.where == VISION]
+    if vision:
+        size = f"{sum(row.count for row in vision)} tensors, {sum(row.parameters for row in vision):,} parameters"
+        lines.append(("vision", size))
     return lines

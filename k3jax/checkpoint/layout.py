@@ -33,7 +33,8 @@ class Layout:
         return [(inner or plain).split() for inner, plain in re.findall(r"\(([^)]*)\)|(\S+)", left)]
 
     @cached_property
-    def _flat(self) -> list[str]:
+    def axes(self) -> list[str]:
+        """Axes on disk, unflattened, without those of size one."""
         return [axis for group in self._disk for axis in group if axis != "1"]
 
     @cached_property
@@ -49,6 +50,15 @@ class Layout:
         """Shape of the tensor on disk."""
         return tuple(math.prod(_size(axis, sizes) for axis in group) for group in self._disk)
 
+    @cached_property
+    def order(self) -> list[int]:
+        """For each of `axes`, its position in the model's array."""
+        return [self._model.index(axis) for axis in self.axes]
+
+    def flat_shape(self, sizes: Sizes) -> tuple[int, ...]:
+        """Shape on disk with its flattened axes apart and those of size one dropped: the sizes of `axes`."""
+        return tuple(_size(axis, sizes) for axis in self.axes)
+
     def model_shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Shape in the model, before it is split into parts."""
         return tuple(_size(axis, sizes) for axis in self._model)
@@ -56,13 +66,13 @@ class Layout:
     def to_model(self, tensor: Any, sizes: Sizes) -> Any:
         """Disk layout [..., *disk_shape] -> model layout [..., *model_shape]."""
         lead = tensor.shape[: tensor.ndim - len(self._disk)]
-        flat = tensor.reshape(*lead, *(_size(axis, sizes) for axis in self._flat))
-        return flat.transpose(_order(len(lead), [self._flat.index(axis) for axis in self._model]))
+        flat = tensor.reshape(*lead, *(_size(axis, sizes) for axis in self.axes))
+        return flat.transpose(_order(len(lead), [self.axes.index(axis) for axis in self._model]))
 
     def to_disk(self, array: Any, sizes: Sizes) -> Any:
         """Model layout [..., *model_shape] -> disk layout [..., *disk_shape]."""
         lead = array.shape[: array.ndim - len(self._model)]
-        flat = array.transpose(_order(len(lead), [self._model.index(axis) for axis in self._flat]))
+        flat = array.transpose(_order(len(lead), [self._model.index(axis) for axis in self.axes]))
         return flat.reshape(*lead, *self.disk_shape(sizes))
 
     def split(self, array: Any, sizes: Sizes) -> list[Any]:

@@ -4,46 +4,58 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from k3jax.checkpoint import orbax_io
-from k3jax.checkpoint.hf_import import HFCheckpoint
-from k3jax.checkpoint.safetensors_dir import CheckpointError, SafetensorsDir
+from k3jax.checkpoint.source import LeafReader, open_source
 from k3jax.config import ModelConfig
 from k3jax.nn.moe import LatentMoE
 from k3jax.nn.transformer import Transformer
 from pallas_kernels.mx import BLOCK, MXFP4Array
 
 
-def load(path: str | os.PathLike[str], dtype: str | None = None, stack: str = "scan") -> Transformer:
+def load(
+    path: str | os.PathLike[str],
+    dtype: str | None = None,
+    stack: str = "scan",
+    *,
+    shardings: Any = None,
+    param_dtype: str | None = None,
+) -> Transformer:
     """Load the model at `path`: a directory with config.json and safetensors, or an Orbax run, its checkpoints, a step.
 
-    Weights keep the file's dtype (MXFP4 experts their bytes); `dtype` sets the compute dtype ("bfloat16", "float32")
-    where it should not be the checkpoint's own. Raises `CheckpointError` or `ConfigError` with one line.
+    Weights keep the file's dtype (MXFP4 experts their bytes) unless `param_dtype` names one for all float weights;
+    `dtype` sets the compute dtype ("bfloat16", "float32") where it should not be the checkpoint's own. `shardings` is a
+    model-shaped tree of `jax.sharding.Sharding`s: each process then reads only what its devices hold. Raises
+    `CheckpointError` or `ConfigError` with one line.
     """
-    path = Path(path)
-    if SafetensorsDir.present(path):
-        checkpoint = HFCheckpoint.open(path)
-        model = abstract_model(_computing_in(checkpoint.config, dtype), stack=stack)
-        return orbax_io.with_leaves(model, {name: jnp.asarray(leaf) for name, leaf in checkpoint.leaves()})
-    step = find_step(path)
-    try:
-        model = abstract_model(_computing_in(orbax_io.read_model_config(step), dtype), stack=stack)
-        return orbax_io.restore_tree(step, orbax_io.WEIGHTS, model, keep_dtype=True)
-    except orbax_io.DamagedError as error:
-        raise CheckpointError(str(error)) from error
+    source = open_source(path)
+    model = abstract_model(_computing_in(source.config, dtype), stack=stack)
+    reader = LeafReader(source)
+    placed = orbax_io.named_leaves(shardings) if shardings is not None else {}
+    return orbax_io.with_leaves(
+        model,
+        {
+            name: _read_leaf(reader, name, shape.shape, placed.get(name), param_dtype)
+            for name, shape in orbax_io.named_leaves(model).items()
+        },
+    )
 
 
-def find_step(path: Path) -> Path:
-    """The newest Orbax step of a run, its `checkpoints`, or a step; `CheckpointError` where there is none."""
-    step = orbax_io.find_step(path)
-    if step is None:
-        what = "holds neither model.safetensors (with or without an index) nor Orbax checkpoints"
-        raise CheckpointError(f"{path}: {what if path.is_dir() else 'no such directory'}")
-    return step
+def _read_leaf(
+    reader: LeafReader, name: str, shape: tuple[int, ...], sharding: jax.sharding.Sharding | None, dtype: str | None
+) -> jax.Array:
+    def part(index: Any) -> np.ndarray:
+        value = reader.read(name, shape, index)
+        return value.astype(dtype) if dtype and value.dtype != np.uint8 else value
+
+    if sharding is None:
+        return jnp.asarray(part((slice(None),) * len(shape)))
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 def abstract_model(config: ModelConfig, *, stack: str = "scan") -> Transformer:

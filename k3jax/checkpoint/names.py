@@ -6,8 +6,12 @@ the leaves it fills, the change of layout, and its dtype.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from k3jax.checkpoint.layout import Layout, Sizes
 from k3jax.config import ModelConfig
@@ -17,6 +21,7 @@ from pallas_kernels.mx import BLOCK
 PREFIX = "language_model."  # of every text tensor in the released checkpoint
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 PAD = ""  # in place of a leaf: zeros on disk that the model does not hold
+VISION = "vision"  # `where` of the families of tower and projector
 WEIGHT, FLOAT32, UINT8 = "weight", "float32", "uint8"  # WEIGHT: the checkpoint's own dtype, bfloat16 in the release
 
 
@@ -24,8 +29,9 @@ WEIGHT, FLOAT32, UINT8 = "weight", "float32", "uint8"  # WEIGHT: the checkpoint'
 class Family:
     """Tensors of one name, one for each layer (or expert of a layer) that has them.
 
-    `where` is "model" or the part of a layer: "layer" (all), "kda", "mla", "dense", "moe"; `{e}` in `name` is the
-    expert. `leaves` are paths below the model or the layer; several leaves split the layout's `a+b` axis.
+    `where` is "model", "vision", or the part of a layer: "layer" (all), "kda", "mla", "dense", "moe"; `{e}` in `name`
+    is the expert, `{b}` the block of the vision tower. `leaves` are paths below the model or the layer; several leaves
+    split the layout's `a+b` axis.
     """
 
     where: str
@@ -33,6 +39,11 @@ class Family:
     leaves: tuple[str, ...]
     layout: Layout
     dtype: str = WEIGHT
+
+    @property
+    def prefix(self) -> str:
+        """What the released checkpoint puts before `name` and the layer."""
+        return "" if self.where == VISION else PREFIX
 
     @property
     def per_expert(self) -> bool:
@@ -122,7 +133,28 @@ MXFP4_EXPERTS = tuple(
     for w, (out, in_) in _EXPERT_AXES.items()
     for suffix, part, n in ((".weight_packed", "codes", 2), (".weight_scale", "scales", BLOCK))
 )
-TABLE = FAMILIES + FLOAT_EXPERTS + MXFP4_EXPERTS
+_BLOCK = "vision_tower.encoder.blocks.{{b}}.{0}.weight"
+
+
+def _vision(name: str, axes: str) -> Family:
+    return Family(VISION, name, (name,), Layout(f"{axes} -> {axes}"))
+
+
+# The vision tower and the projector (spec vision-and-chat 1.3), kept as they lie on disk under their released names.
+VISION_FAMILIES = (
+    _vision("vision_tower.patch_embed.proj.weight", "vit channels patch_row patch_column"),
+    _vision("vision_tower.patch_embed.pos_emb.weight", "grid_rows grid_columns vit"),
+    *(_vision(_BLOCK.format(norm), "vit") for norm in ("norm0", "norm1")),
+    _vision(_BLOCK.format("wqkv"), "vit_qkv vit"),
+    _vision(_BLOCK.format("wo"), "vit vit_inner"),
+    _vision(_BLOCK.format("mlp.fc0"), "vit_mlp vit"),
+    _vision(_BLOCK.format("mlp.fc1"), "vit vit_mlp"),
+    _vision("vision_tower.encoder.final_layernorm.weight", "vit"),
+    _vision("mm_projector.proj.0.weight", "merged merged"),
+    _vision("mm_projector.proj.2.weight", "embed merged"),
+    _vision("mm_projector.post_norm.weight", "embed"),
+)
+TABLE = FAMILIES + FLOAT_EXPERTS + MXFP4_EXPERTS + VISION_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -137,8 +169,7 @@ class Placement:
     @property
     def leaves(self) -> tuple[str, ...]:
         """Full paths of the model's leaves, PAD where zeros are."""
-        prefix = f"stacks.{self.kind}." if self.kind else ""
-        return tuple(leaf and prefix + leaf for leaf in self.family.leaves)
+        return _below(f"stacks.{self.kind}." if self.kind else "", self.family.leaves)
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -159,6 +190,97 @@ class Placement:
                 head, tail = name.split("{e}")
                 for e in range(self.experts):
                     yield f"{head}{e}{tail}", (i, e)
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """The tensors of one family in one layer, and the arrays of an Orbax tree that hold them.
+
+    Its block is an array [experts, *axes] or [*axes] in the order of the disk: `axes` are the layout's, flattened ones
+    apart. Its arrays hold the same, one for each part of an `a+b` axis, in the model's order of axes.
+    """
+
+    family: Family
+    name: str  # on disk without prefix, `{e}` in place of the expert
+    arrays: tuple[str, ...]  # in an Orbax tree with one array per layer and matrix; PAD where zeros are
+    stacked: tuple[str, ...]  # the model's leaves, where an Orbax tree holds these instead
+    row: tuple[int, ...]  # this layer in `stacked`
+    experts: int | None
+    sizes: Sizes
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Of the block."""
+        lead = () if self.experts is None else (self.experts,)
+        return (*lead, *self.family.layout.flat_shape(self.sizes))
+
+    @cached_property
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Of each tensor on disk."""
+        return self.family.layout.disk_shape(self.sizes)
+
+    @cached_property
+    def axes(self) -> list[str]:
+        """Names of the block's axes."""
+        lead = [] if self.experts is None else ["experts"]
+        return lead + self.family.layout.axes
+
+    @cached_property
+    def order(self) -> list[int]:
+        """For each axis of the block, its position in the arrays."""
+        lead = 0 if self.experts is None else 1
+        return [*range(lead), *(lead + axis for axis in self.family.layout.order)]
+
+    @cached_property
+    def row_elements(self) -> int:
+        """Elements in one step along the block's first axis, which the bytes on disk follow."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def split_axis(self) -> int | None:
+        """The block's axis that several arrays share; None where one array holds the block."""
+        if len(self.arrays) == 1:
+            return None
+        return next(i for i, axis in enumerate(self.axes) if "+" in axis)
+
+    def rows(self, start: int, stop: int) -> slice:
+        """What each array holds of the block's rows `start` to `stop`; all, where arrays take turns along the rows."""
+        return slice(None) if self.split_axis == 0 else slice(start, stop)
+
+    def part_sizes(self) -> list[int]:
+        """Along `split_axis`, the size of each array."""
+        return self.family.layout.part_sizes(self.sizes)
+
+    def tensor(self, expert: int = 0) -> str:
+        """Name on disk of an expert's tensor, or of the only one, without prefix."""
+        return self.name if self.experts is None else self.name.replace("{e}", str(expert))
+
+
+def entries(config: ModelConfig) -> list[Entry]:
+    """The text model's entries, layer by layer; then those of no layer."""
+    sizes, found = axis_sizes(config), []
+    for placement in placements(config):
+        family = placement.family
+        for row, layer in enumerate(placement.layers):
+            name, arrays = f"model.layers.{layer}.{family.name}", _below(f"layers.{layer}.", family.leaves)
+            found.append((layer, Entry(family, name, arrays, placement.leaves, (row,), placement.experts, sizes)))
+        if placement.kind is None:
+            entry = Entry(family, family.name, family.leaves, placement.leaves, (), None, sizes)
+            found.append((config.num_layers, entry))
+    return [entry for _, entry in sorted(found, key=lambda item: item[0])]
+
+
+def vision_entry(name: str, shape: tuple[int, ...]) -> Entry:
+    """A tensor of the vision tower or the projector, kept under its released name."""
+    axes = [f"d{i}" for i in range(len(shape))]
+    layout = Layout(f"{' '.join(axes)} -> {' '.join(axes)}")
+    return Entry(
+        Family(VISION, name, (name,), layout), name, (name,), (name,), (), None, dict(zip(axes, shape, strict=True))
+    )
+
+
+def _below(prefix: str, leaves: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(leaf and prefix + leaf for leaf in leaves)
 
 
 @dataclass(frozen=True)
@@ -195,9 +317,38 @@ def tensor_specs(config: ModelConfig, *, weight_dtype: str = "bfloat16") -> Iter
             yield TensorSpec(name, shape, dtype, family)
 
 
+def vision_specs(config: ModelConfig, *, weight_dtype: str = "bfloat16") -> Iterator[TensorSpec]:
+    """Every tensor of tower and projector as `config.vision_json` implies them; none without it."""
+    vision = json.loads(config.vision_json or "null")
+    if vision is None:
+        return
+    sizes = _vision_sizes(config, vision)
+    for family in VISION_FAMILIES:
+        shape = family.layout.disk_shape(sizes)
+        for block in range(vision["vt_num_hidden_layers"] if "{b}" in family.name else 1):
+            yield TensorSpec(family.name.replace("{b}", str(block)), shape, weight_dtype, family)
+
+
+def _vision_sizes(config: ModelConfig, vision: dict[str, Any]) -> Sizes:
+    rows, columns = vision["merge_kernel_size"]
+    return {
+        "vit": vision["vt_hidden_size"],
+        "vit_mlp": vision["vt_intermediate_size"],
+        "vit_inner": vision["qkv_hidden_size"],
+        "vit_qkv": 3 * vision["qkv_hidden_size"],
+        "channels": 3,
+        "patch_row": vision["patch_size"],
+        "patch_column": vision["patch_size"],
+        "grid_rows": vision["init_pos_emb_height"],
+        "grid_columns": vision["init_pos_emb_width"],
+        "merged": rows * columns * vision["mm_hidden_size"],
+        "embed": config.width,
+    }
+
+
 def active_parameters(config: ModelConfig, family: Family, parameters: int) -> int:
-    """Of `parameters` in a family, those that one token uses: none of the embedding, top_k of the routed experts."""
-    if family.name == "model.embed_tokens.weight":
+    """Of `parameters` in a family, those a text token uses: none of the embedding, top_k of the routed experts."""
+    if family.name == "model.embed_tokens.weight" or family.where == VISION:
         return 0
     return parameters * config.moe.top_k // config.moe.num_experts if family.per_expert else parameters
 

@@ -2,14 +2,17 @@
 
 A checkpoint is one folder `RUN/checkpoints/STEP` that appears whole or not at all. It holds named trees of arrays
 (a training run writes `weights` and `optimizer`) and small JSON records (`model`: the model's config; `data`: the
-position in the data, and the tokenizer's name). Trees are stored by the names of their leaves, such as
-`stacks.kda_moe.mixer.q`, so a checkpoint depends on the names in a model and on no library's tree classes.
+position in the data, and the tokenizer's name; `checksums`: of every array). Trees are stored by the names of their
+leaves, such as `stacks.kda_moe.mixer.q`, so a checkpoint depends on the names in a model and on no library's tree
+classes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,14 +21,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
+from k3jax.checkpoint.arrays import METADATA, DamagedError
+from k3jax.checkpoint.folder import Folder, is_remote
 from k3jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from k3jax.nn.param import is_variable
 
 Tree = TypeVar("Tree")
+RECORD = "metadata"  # file of a JSON record
 CHECKPOINTS = "checkpoints"  # folder of a run that holds its steps
-WEIGHTS, OPTIMIZER, MODEL, DATA = "weights", "optimizer", "model", "data"
+WEIGHTS, OPTIMIZER, MODEL, DATA, CHECKSUMS = "weights", "optimizer", "model", "data", "checksums"
 
 log = logging.getLogger(__name__)
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every stage of every save
@@ -50,8 +58,10 @@ class Checkpoints:
 
     def save(self, step: int, *, trees: Mapping[str, Any], records: Mapping[str, Any]) -> None:
         """Copy the arrays and return; writing goes on behind. An earlier save's failure is raised here."""
-        items: dict[str, Any] = {name: ocp.args.StandardSave(named_leaves(tree)) for name, tree in trees.items()}
-        items |= {name: ocp.args.JsonSave(record) for name, record in records.items()}
+        named = {name: named_leaves(tree) for name, tree in trees.items()}
+        sums = jax.tree.map(int, jax.device_get(_checksums(named)))
+        items: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in named.items()}
+        items |= {name: ocp.args.JsonSave(record) for name, record in {**records, CHECKSUMS: sums}.items()}
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def restore(self, *, like: Mapping[str, Any], records: tuple[str, ...]) -> Checkpoint | None:
@@ -65,10 +75,13 @@ class Checkpoints:
             place = self.folder / str(step)
             try:
                 trees = {name: restore_tree(place, name, tree) for name, tree in like.items()}
-                return Checkpoint(step=step, trees=trees, records={name: read_record(place, name) for name in records})
+                return Checkpoint(
+                    step=step, trees=trees, records={n: read_record(Folder.at(place), n) for n in records}
+                )
             except (OSError, DamagedError) as error:
                 log.warning("checkpoint %s cannot be read and is set aside: %s", place, error)
-                place.rename(place.with_name(f"{step}.damaged"))
+                if jax.process_index() == 0:
+                    place.rename(place.with_name(f"{step}.damaged"))
                 self._manager.reload()
         if steps:
             raise ConfigError(f"run_dir: none of the {len(steps)} checkpoints in {self.folder} can be read")
@@ -87,8 +100,19 @@ class Checkpoints:
         self._manager.close()
 
 
-class DamagedError(Exception):
-    """A checkpoint's files are missing or unreadable."""
+@jax.jit
+def _checksums(trees: Any) -> Any:
+    """`work.checksum` of every leaf, its elements as 4 bytes each: taken on the devices, alike for all shardings."""
+    return jax.tree.map(_checksum, trees)
+
+
+def _checksum(leaf: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).astype(jnp.uint32)
+    position, stride = jnp.zeros(leaf.shape, jnp.uint32), 1
+    for axis in reversed(range(leaf.ndim)):
+        position += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * np.uint32(stride % 2**32)
+        stride *= leaf.shape[axis]
+    return jnp.sum(bits * (2 * position + 1), dtype=jnp.uint32)
 
 
 def list_steps(folder: Path) -> list[int]:
@@ -96,28 +120,31 @@ def list_steps(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.glob("*") if re.fullmatch(r"\d+", path.name) and path.is_dir())
 
 
-def find_step(path: Path) -> Path | None:
-    """The newest step's folder of `path`: a run, its `checkpoints`, or a step itself; None where it has none."""
-    if (path / WEIGHTS).is_dir():
-        return path
-    for folder in (path / CHECKPOINTS, path):
-        if steps := list_steps(folder):
-            return folder / str(steps[-1])
+def find_step(path: str | os.PathLike[str]) -> Folder | None:
+    """The newest complete step of `path`: a run, its `checkpoints`, or a step itself; None where it has none."""
+    if is_remote(path):
+        folder = Folder.at(path)
+        return folder if f"{WEIGHTS}/{METADATA}" in folder.names() else None
+    path = Path(path)
+    if (path / WEIGHTS / METADATA).is_file():
+        return Folder.at(path)
+    for place in (path / CHECKPOINTS, path):
+        if steps := list_steps(place):
+            return Folder.at(place / str(steps[-1]))
     return None
 
 
-def read_record(step_dir: Path, name: str) -> Any:
+def read_record(step: Folder, name: str) -> Any:
     """A JSON record of a checkpoint; raises `DamagedError`."""
     try:
-        with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-            return reader.restore((step_dir / name).absolute())
+        return json.loads((step / name).read(RECORD))
     except (OSError, ValueError) as error:
-        raise DamagedError(f"{step_dir / name}: {_first_line(error)}") from error
+        raise DamagedError(f"{step / name}: {_first_line(error)}") from error
 
 
-def read_model_config(step_dir: Path) -> ModelConfig:
+def read_model_config(step: Folder) -> ModelConfig:
     """The config of a checkpoint's model."""
-    record = read_record(step_dir, MODEL)
+    record = read_record(step, MODEL)
     parts = {"kda": KDAConfig(**record["kda"]), "mla": MLAConfig(**record["mla"]), "moe": MoEConfig(**record["moe"])}
     return ModelConfig(**{**record, **parts}).validate()
 

@@ -12,8 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from k3jax.config import ModelConfig
 from k3jax.nn.norm import RMSNorm
 from k3jax.nn.param import cast, island, matmul_precision, normal, project
-
-QUERY_CHUNK = 512  # queries whose [chunk, S] scores exist at one time
+from pallas_kernels.mla import attention, chunk_attention
 
 
 class MLA(nnx.Module):
@@ -51,11 +50,11 @@ class MLA(nnx.Module):
         q = project(self.q_norm(project(x, self.q_down)), self.q_up)
         latent = self._latent(x)
         if cache is None or length is None:
-            mask = _same_segment_and_earlier(segment_ids, x.shape[1])
+            o = self._expanded(q, latent, segment_ids)
         else:
-            latent, mask = _append(latent, segment_ids, cache, length)
-        attend = self._absorbed if cache is not None and x.shape[1] == 1 else self._expanded
-        o = attend(q, latent, mask)
+            latent, positions = _append(latent, segment_ids, cache, length)
+            attend = self._absorbed if x.shape[1] == 1 else self._prefill
+            o = attend(q, latent, positions)
         gate = jax.nn.sigmoid(project(x, self.out_gate))
         return project(o.astype(x.dtype) * gate, self.out, dims=2), latent
 
@@ -65,31 +64,29 @@ class MLA(nnx.Module):
         return jnp.concatenate([self.kv_norm(down[..., : self.kv_rank]), down[..., self.kv_rank :]], axis=-1)
 
     def _expanded(
-        self, q: Float[Array, "B T H C"], latent: Float[Array, "B S R"], mask: Bool[Array, "b T S"]
+        self, q: Float[Array, "B T H C"], latent: Float[Array, "B T R"], segment_ids: Int[Array, "B T"] | None
     ) -> Float[Array, "B T H V"]:
-        """Training and prefill: keys and values per head, heads first, a chunk of queries at a time."""
-        k, v = (project(latent[..., : self.kv_rank], w).swapaxes(1, 2) for w in (self.k_up, self.v_up))
-        extra = latent[:, None, :, self.kv_rank :]
+        """Training: keys and values per head."""
+        k, v = (project(latent[..., : self.kv_rank], w) for w in (self.k_up, self.v_up))
+        extra = latent[:, :, None, self.kv_rank :]
         k = jnp.concatenate([k, jnp.broadcast_to(extra, (*k.shape[:3], extra.shape[-1]))], axis=-1)
+        return attention(q, k, v, segment_ids=segment_ids, scale=self.scale).output
 
-        def attend(q: Float[Array, "B H C K"], mask: Bool[Array, "b C S"]) -> Float[Array, "B H C V"]:
-            weights = _softmax(_dot("bhtk,bhsk->bhts", q, k) * self.scale, mask)
-            return _dot("bhts,bhsv->bhtv", weights.astype(v.dtype), v)
-
-        q = q.swapaxes(1, 2)
-        if q.shape[2] <= QUERY_CHUNK:
-            return attend(q, mask).swapaxes(1, 2)
-        spans = [slice(i, i + QUERY_CHUNK) for i in range(0, q.shape[2], QUERY_CHUNK)]
-        remat = jax.checkpoint(attend)
-        return jnp.concatenate([remat(q[:, :, span], mask[:, span]) for span in spans], axis=2).swapaxes(1, 2)
+    def _prefill(
+        self, q: Float[Array, "B T H C"], latent: Float[Array, "B S R"], positions: Int[Array, "B T"]
+    ) -> Float[Array, "B T H V"]:
+        """A chunk of queries against the cache, whose keys and values are never all expanded."""
+        k_up, v_up = cast(self.k_up, q.dtype), cast(self.v_up, q.dtype)
+        return chunk_attention(q, latent, k_up, v_up, positions=positions, scale=self.scale).output
 
     def _absorbed(
-        self, q: Float[Array, "B T H C"], latent: Float[Array, "B S R"], mask: Bool[Array, "b T S"]
+        self, q: Float[Array, "B T H C"], latent: Float[Array, "B S R"], positions: Int[Array, "B T"]
     ) -> Float[Array, "B T H V"]:
         """Decode: the up-projections move to the query and output side, keys and values are the latents themselves."""
         q_latent = _dot("bthn,rhn->bthr", q[..., : self.nope_dim], cast(self.k_up, q.dtype)).astype(q.dtype)
         query = jnp.concatenate([q_latent, q[..., self.nope_dim :]], axis=-1)
-        weights = _softmax(_dot("bthr,bsr->bhts", query, latent) * self.scale, mask)
+        visible = jnp.arange(latent.shape[1]) <= positions[:, :, None]
+        weights = _softmax(_dot("bthr,bsr->bhts", query, latent) * self.scale, visible)
         context = _dot("bhts,bsr->bthr", weights.astype(latent.dtype), latent[..., : self.kv_rank])
         return _dot("bthr,rhv->bthv", context.astype(q.dtype), cast(self.v_up, q.dtype))
 
@@ -107,23 +104,16 @@ def _softmax(scores: Float[Array, "B H T S"], mask: Bool[Array, "b T S"]) -> Flo
     return weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
 
 
-def _same_segment_and_earlier(segment_ids: Int[Array, "B T"] | None, length: int) -> Bool[Array, "b T T"]:
-    causal = jnp.tril(jnp.ones((length, length), bool))[None]
-    if segment_ids is None:
-        return causal
-    same = segment_ids[:, :, None] == segment_ids[:, None, :]
-    return causal & same & (segment_ids >= 0)[:, None, :]
-
-
 def _append(
     latent: Float[Array, "B T R"],
     segment_ids: Int[Array, "B T"] | None,
     cached: Float[Array, "B S R"],
     length: Int[Array, "B"],
-) -> tuple[Float[Array, "B S R"], Bool[Array, "B T S"]]:
-    """Write the new latents behind the cached ones (padding is dropped, never clipped) and say what each query sees."""
+) -> tuple[Float[Array, "B S R"], Int[Array, "B T"]]:
+    """Write the new latents behind the cached ones (padding is dropped, never clipped); returns their positions too."""
     rows, steps, size = jnp.arange(latent.shape[0])[:, None], jnp.arange(latent.shape[1]), cached.shape[1]
-    position = length[:, None] + steps
-    target = position if segment_ids is None else jnp.where(segment_ids >= 0, position, size)
-    cached = cached.at[rows, target].set(latent.astype(cached.dtype), mode="drop")
-    return cached, jnp.arange(size) <= position[:, :, None]
+    positions = length[:, None] + steps
+    if segment_ids is not None:
+        positions = jnp.where(segment_ids >= 0, positions, -1)
+    target = jnp.where(positions >= 0, positions, size)
+    return cached.at[rows, target].set(latent.astype(cached.dtype), mode="drop"), positions

@@ -1,42 +1,45 @@
-"""From the tokens of one request to its text: stop strings, held-back text, log-probabilities by token."""
+"""From the tokens of one request to a choice of its result: text or message, stop strings, log-probabilities."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from k3jax.serve.request import Job
 from k3jax.serve.scheduler import Event, Request, TokenLogprobs
-from k3jax.text import Tokenizer
+from k3jax.text import CompletionParser, Tokenizer
+from k3jax.text.tool_calls import ToolCall
+
+LOWEST_LOGPROB = -9999.0  # what stands for minus infinity, which JSON does not have
 
 
-class TextStream:
-    """Tokens to text, ended before the first stop string that completes.
+class StopStrings:
+    """Text in pieces, ended before the first stop string that completes.
 
     Text that could still become a stop string is held back, so what `feed` has returned is never taken back. The
     result is the same whatever the pieces: of several stop strings the one that completes first wins, and of those
     that complete together the longest.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> None:
-        self._decoder, self._stops, self._held = tokenizer.decoder(), stops, ""
+    def __init__(self, stops: tuple[str, ...] = ()) -> None:
+        self._stops, self._held = stops, ""
         self.stopped = False
 
     @property
     def num_held(self) -> int:
-        """Characters decoded but held back."""
+        """Characters held back."""
         return len(self._held)
-
-    def feed(self, token: int) -> str:
-        """The text that is certain after `token`."""
-        return self._advance(self._decoder.feed(token))
 
     def finish(self) -> str:
         """The rest: what was held back."""
-        text = self._advance(self._decoder.finish()) + self._held
-        self._held = ""
-        return text
+        held, self._held = self._held, ""
+        return held
 
-    def _advance(self, piece: str) -> str:
+    def feed(self, piece: str) -> str:
+        """The text that is certain after `piece`."""
         if self.stopped:
             return ""
         text = self._held + piece
@@ -55,50 +58,29 @@ def _partial(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
 
 
-@dataclass(kw_only=True)
-class Answer:
-    """The completion of one request as it grows."""
+class Answer(ABC):
+    """One choice of a result as it grows."""
 
-    request: Request
-    tokenizer: Tokenizer
-    stream: TextStream
-    pieces: list[str] = field(default_factory=list)
-    num_tokens: int = 0  # generated ones, an end id included
-    finish: Literal["stop", "length", "error"] | None = None
-    logprobs: list[tuple[int, int, TokenLogprobs]] = field(default_factory=list)  # token, offset in the text
-    _length: int = 0  # of `text`
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self.request, self.tokenizer = request, tokenizer
+        self.num_tokens = 0  # generated ones, an end id included
+        self.num_reasoning = 0  # of them, those up to the end of the think channel
+        self.finish: Literal["stop", "length", "tool_calls", "error"] | None = None
 
-    @property
-    def text(self) -> str:
-        """The text that is certain so far."""
-        return "".join(self.pieces)
+    @classmethod
+    def of(cls, job: Job, request: Request, tokenizer: Tokenizer) -> Answer:
+        """The answer to one of a job's requests."""
+        if job.thinking is None:
+            return TextAnswer(request, tokenizer, job.stops)
+        return ChatAnswer(request, tokenizer, job.stops, thinking=job.thinking)
 
+    @abstractmethod
     def feed(self, event: Event) -> None:
         """Take one event; sets `finish` when the answer is complete, on a stop string before the scheduler knows."""
-        self.num_tokens += event.token is not None
-        if event.token is not None and event.finish != "stop":
-            if event.logprobs is not None:
-                self.logprobs.append((event.token, self._length + self.stream.num_held, event.logprobs))
-            self._append(self.stream.feed(event.token))
-        if event.finish:
-            self._append(self.stream.finish())
-        self.finish = "stop" if self.stream.stopped else event.finish
 
-    def logprobs_body(self) -> dict[str, Any] | None:
-        """OpenAI's `logprobs` of a completion: one entry per token that begins inside the text."""
-        if self.request.top_logprobs is None:
-            return None
-        shown = [entry for entry in self.logprobs if entry[1] < self._length or not self.stream.stopped]
-        return {
-            "tokens": [self._spell(token) for token, _, _ in shown],
-            "token_logprobs": [entry.logprob for _, _, entry in shown],
-            "top_logprobs": [{self._spell(token): value for token, value in entry.top} for _, _, entry in shown],
-            "text_offset": [offset for _, offset, _ in shown],
-        }
-
-    def _append(self, piece: str) -> None:
-        self.pieces.append(piece)
-        self._length += len(piece)
+    @abstractmethod
+    def choice(self) -> dict[str, Any]:
+        """OpenAI's form of the complete answer."""
 
     def _spell(self, token: int) -> str:
         """A token's text; bytes that are no text of their own are spelled as OpenAI does, `bytes:\\xe5\\xa4`."""
@@ -107,3 +89,156 @@ class Answer:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+class TextAnswer(Answer):
+    """The text of a plain completion."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, stops: tuple[str, ...] = ()) -> None:
+        super().__init__(request, tokenizer)
+        self._decoder, self._stops = tokenizer.decoder(), StopStrings(stops)
+        self._pieces: list[str] = []
+        self._length = 0  # of `text`
+        self._logprobs: list[tuple[int, int, TokenLogprobs]] = []  # token, offset in the text
+
+    @property
+    def text(self) -> str:
+        """The text that is certain so far."""
+        return "".join(self._pieces)
+
+    def feed(self, event: Event) -> None:
+        self.num_tokens += event.token is not None
+        if event.token is not None and event.finish != "stop":
+            if event.logprobs is not None:
+                self._logprobs.append((event.token, self._length + self._stops.num_held, event.logprobs))
+            self._append(self._stops.feed(self._decoder.feed(event.token)))
+        if event.finish:
+            self._append(self._stops.feed(self._decoder.finish()))
+            self._append(self._stops.finish())
+        self.finish = "stop" if self._stops.stopped else event.finish
+
+    def choice(self) -> dict[str, Any]:
+        return {
+            "index": self.request.sampling.choice,
+            "text": self.text,
+            "logprobs": self._logprobs_body(),
+            "finish_reason": self.finish,
+        }
+
+    def _logprobs_body(self) -> dict[str, Any] | None:
+        """One entry per token that begins inside the text."""
+        if self.request.top_logprobs is None:
+            return None
+        shown = [entry for entry in self._logprobs if entry[1] < self._length or not self._stops.stopped]
+        return {
+            "tokens": [self._spell(token) for token, _, _ in shown],
+            "token_logprobs": [_finite(entry.logprob) for _, _, entry in shown],
+            "top_logprobs": [
+                {self._spell(token): _finite(value) for token, value in entry.top} for _, _, entry in shown
+            ],
+            "text_offset": [offset for _, offset, _ in shown],
+        }
+
+    def _append(self, piece: str) -> None:
+        self._pieces.append(piece)
+        self._length += len(piece)
+
+
+@dataclass
+class _Channel:
+    """The text of one channel up to a stop string."""
+
+    stops: StopStrings
+    pieces: list[str] = field(default_factory=list)
+
+    def feed(self, piece: str) -> None:
+        self.pieces.append(self.stops.feed(piece))
+
+    def text(self) -> str:
+        """The whole text, what was held back included."""
+        self.pieces.append(self.stops.finish())
+        return "".join(self.pieces)
+
+
+class ChatAnswer(Answer):
+    """The message of a chat completion. Stop strings end its reasoning or its content, not a call's arguments."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, stops: tuple[str, ...], *, thinking: bool) -> None:
+        super().__init__(request, tokenizer)
+        self._parser = CompletionParser(tokenizer=tokenizer, thinking=thinking)
+        self._reasoning, self._content = _Channel(StopStrings(stops)), _Channel(StopStrings(stops))
+        self._calls: list[ToolCall] = []
+        self._logprobs: list[tuple[int, TokenLogprobs]] = []
+        self._message: dict[str, Any] = {}
+
+    def feed(self, event: Event) -> None:
+        if event.token is not None:
+            self.num_tokens += 1
+            self.num_reasoning += self._parser.in_reasoning
+            if event.logprobs is not None:
+                self._logprobs.append((event.token, event.logprobs))
+            self._parser.feed([event.token])
+            self._take()
+        if event.finish == "error":
+            self.finish = "error"
+        elif event.finish or self._stopped:
+            self._end("length" if event.finish == "length" and not self._stopped else "stop")
+
+    def choice(self) -> dict[str, Any]:
+        return {
+            "index": self.request.sampling.choice,
+            "message": self._message,
+            "logprobs": self._logprobs_body(),
+            "finish_reason": self.finish,
+        }
+
+    @property
+    def _stopped(self) -> bool:
+        return self._reasoning.stops.stopped or self._content.stops.stopped
+
+    def _take(self) -> None:
+        delta = self._parser.take()
+        self._reasoning.feed(delta.reasoning)
+        if not self._reasoning.stops.stopped:
+            self._content.feed(delta.content)
+            self._calls += delta.tool_calls
+
+    def _end(self, reason: Literal["stop", "length"]) -> None:
+        parsed = self._parser.finish(reason)
+        self._take()
+        content = self._content.text()
+        self._message = {
+            "role": "assistant",
+            "content": content if content or parsed.content is not None else None,
+            "reasoning_content": self._reasoning.text() if parsed.reasoning is not None else None,
+        }
+        if self._calls:
+            self._message["tool_calls"] = [self._call_body(call) for call in self._calls]
+        reason = "stop" if self._stopped else reason  # the last piece may have completed a stop string
+        self.finish = "tool_calls" if self._calls else reason
+
+    def _call_body(self, call: ToolCall) -> dict[str, Any]:
+        """A call in OpenAI's form. Its id follows from the request, so that a rerun gives the same result."""
+        name = f"{self.request.key}/{self.request.sampling.seed}/{call.index}"
+        identity = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:24]
+        is_text = isinstance(call.arguments, str)
+        arguments = call.arguments if is_text else json.dumps(call.arguments, ensure_ascii=False)
+        return {"id": f"call_{identity}", "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+    def _logprobs_body(self) -> dict[str, Any] | None:
+        """One entry per generated token, those of reasoning, markers and the end included."""
+        if self.request.top_logprobs is None:
+            return None
+        entries = [
+            self._entry(token, values.logprob) | {"top_logprobs": [self._entry(*pair) for pair in values.top]}
+            for token, values in self._logprobs
+        ]
+        return {"content": entries}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self.tokenizer.token_bytes(token)
+        return {"token": self._spell(token), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

@@ -16,10 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from k3jax.config import ConfigError
-from k3jax.serve.answer import Answer, TextStream
-from k3jax.serve.request import Completion, Limits, Line, RequestError, parse_completion_request, parse_line, prompt_ids
+from k3jax.serve.answer import Answer
+from k3jax.serve.chat import chat_job
+from k3jax.serve.fields import RequestError
+from k3jax.serve.request import CHAT, COMPLETIONS, Job, Limits, Line, completion_job, parse_line, prompt_ids
 from k3jax.serve.results import OutputFile, completed, refused, unusable
-from k3jax.serve.scheduler import Scheduler, Slots
+from k3jax.serve.scheduler import Event, Scheduler, Slots
 from k3jax.text import Tokenizer
 
 EXIT_PREEMPTED = 75  # what is written stays; a rerun resumes
@@ -41,6 +43,14 @@ class Summary:
         return ", ".join(parts) + ("; interrupted, a rerun resumes" if self.interrupted else "")
 
 
+class _Running:
+    """A job and its answers so far, one for each choice."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        self.job = job
+        self.answers = [Answer.of(job, request, tokenizer) for request in job.requests]
+
+
 @dataclass(kw_only=True)
 class Batch:
     """One batch over one engine."""
@@ -53,45 +63,54 @@ class Batch:
     summary: Summary = field(default_factory=Summary)
 
     def run(self, input_path: Path, output: OutputFile, progress: Progress) -> Summary:
-        """Serve every line of `input_path` that has no result in `output` yet."""
-        scheduler, answers = Scheduler(self.engine), dict[str, Answer]()
-        todo = self._completions(input_path, output)
-        bar = progress.add_task("completions", total=count_lines(input_path), speed="")
+        """Serve every line of `input_path` that has no result in `output` yet; `check_input` has passed the file."""
+        scheduler, running = Scheduler(self.engine), dict[str, _Running]()
+        todo = self._jobs(input_path, output)
+        bar = progress.add_task("requests", total=count_lines(input_path), speed="")
         more = True
         while not self.stopping():
             while more and scheduler.num_waiting < self.engine.slots:
-                completion = next(todo, None)
-                more = completion is not None
-                if completion is not None:
-                    answers[completion.request.key] = self._answer(completion)
-                    scheduler.submit(completion.request)
-            if not answers:
+                job = next(todo, None)
+                more = job is not None
+                if job is not None:
+                    one = _Running(job, self.tokenizer)
+                    for request in job.requests:
+                        running[request.key] = one
+                        scheduler.submit(request)
+            if not running:
                 break
-            self._step(scheduler, answers, output)
+            for event in scheduler.step():
+                self._take(event, scheduler, running, output)
             progress.update(bar, completed=self._num_done(), speed=self._speed(progress, bar))
         progress.update(bar, completed=self._num_done())
-        self.summary.interrupted |= more or bool(answers)
+        self.summary.interrupted |= more or bool(running)
         return self.summary
 
-    def _step(self, scheduler: Scheduler, answers: dict[str, Answer], output: OutputFile) -> None:
-        for event in scheduler.step():
-            answer = answers[event.request.key]
-            answer.feed(event)
-            self.summary.tokens += event.token is not None
-            if answer.finish is None:
-                continue
-            scheduler.release(event.request)
-            del answers[event.request.key]
-            if answer.finish == "error":
-                error = RequestError("the model gave logits that are not finite", code="non_finite_logits")
-                self._write_failure(output, refused(event.request.key, error, status=500))
-            else:
-                output.write(completed(answer, model=self.model_name))
-                self.summary.completed += 1
+    def _take(self, event: Event, scheduler: Scheduler, running: dict[str, _Running], output: OutputFile) -> None:
+        """Pass an event on; write the record of a job that it completes or fails."""
+        self.summary.tokens += event.token is not None
+        one = running.get(event.request.key)
+        if one is None:
+            return  # another choice of its job has failed in the same step
+        answer = one.answers[event.request.sampling.choice]
+        answer.feed(event)
+        if answer.finish is None:
+            return
+        scheduler.release(event.request)
+        if answer.finish == "error":
+            for request in one.job.requests:
+                scheduler.release(request)
+                running.pop(request.key, None)
+            assert event.error is not None
+            self._write_failure(output, refused(one.job.custom_id, event.error, status=500))
+            return
+        del running[event.request.key]
+        if all(answer.finish for answer in one.answers):
+            output.write(completed(one.job, one.answers, model=self.model_name))
+            self.summary.completed += 1
 
-    def _completions(self, input_path: Path, output: OutputFile) -> Iterator[Completion]:
-        """The requests still to serve; every other line gets its error record on the way."""
-        seen: dict[str, int] = {}
+    def _jobs(self, input_path: Path, output: OutputFile) -> Iterator[Job]:
+        """The jobs still to serve; every other line gets its error record on the way."""
         for number, raw in _lines(input_path):
             if self.stopping():
                 self.summary.interrupted = True
@@ -99,32 +118,21 @@ class Batch:
             try:
                 line = parse_line(raw)
             except RequestError as error:
-                self._unusable(output, number, None, error)
+                self._unusable(output, number, error)
                 continue
-            first = seen.setdefault(line.custom_id, number)
-            if first != number:
-                message = f"custom_id {line.custom_id!r} is already line {first}'s"
-                self._unusable(output, number, line.custom_id, RequestError(message, code="duplicate_custom_id"))
-            elif line.custom_id in output.done_ids:
+            if line.custom_id in output.done_ids:
                 self.summary.skipped += 1
-            else:
-                yield from self._checked(line, output)
+                continue
+            try:
+                yield parse_request(line, tokenizer=self.tokenizer, limits=self.limits)
+            except RequestError as error:
+                self._write_failure(output, refused(line.custom_id, error))
 
-    def _checked(self, line: Line, output: OutputFile) -> Iterator[Completion]:
-        try:
-            yield parse_completion_request(line, tokenizer=self.tokenizer, limits=self.limits)
-        except RequestError as error:
-            self._write_failure(output, refused(line.custom_id, error))
-
-    def _answer(self, completion: Completion) -> Answer:
-        stream = TextStream(self.tokenizer, completion.stops)
-        return Answer(request=completion.request, tokenizer=self.tokenizer, stream=stream)
-
-    def _unusable(self, output: OutputFile, number: int, custom_id: str | None, error: RequestError) -> None:
+    def _unusable(self, output: OutputFile, number: int, error: RequestError) -> None:
         if number in output.done_lines:
             self.summary.skipped += 1
         else:
-            self._write_failure(output, unusable(number, custom_id, error))
+            self._write_failure(output, unusable(number, error))
 
     def _write_failure(self, output: OutputFile, record: dict) -> None:
         output.write(record)
@@ -138,8 +146,22 @@ class Batch:
         return f"{self.summary.tokens / elapsed:,.0f} tokens/s" if elapsed else ""
 
 
-def check_input(path: Path) -> None:
-    """Raise `ConfigError` unless the input is a file that can be read, more than once."""
+def parse_request(line: Line, *, tokenizer: Tokenizer, limits: Limits) -> Job:
+    """Check a line's url, method and body. Raises `RequestError` naming the field, its value and what is allowed."""
+    if line.url == COMPLETIONS:
+        return completion_job(line, tokenizer=tokenizer, limits=limits)
+    if line.url == CHAT:
+        return chat_job(line, tokenizer=tokenizer, limits=limits)
+    raise RequestError(
+        f"url {line.url!r}: no such endpoint; supported: {COMPLETIONS}, {CHAT}", code="unsupported_url", param="url"
+    )
+
+
+def check_input(path: Path) -> dict[str, bytes]:
+    """The lines of an input by custom_id, without those that name no request.
+
+    Raises `ConfigError` unless it is a file that can be read, more than once, and no custom_id comes twice.
+    """
     try:
         with open(path, "rb") as file:
             regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
@@ -147,6 +169,20 @@ def check_input(path: Path) -> None:
         raise ConfigError(f"--input {path}: cannot be read ({error.strerror})") from error
     if not regular:
         raise ConfigError(f"--input {path}: must be a regular file")
+    seen: dict[str, int] = {}
+    lines: dict[str, bytes] = {}
+    for number, raw in _lines(path):
+        try:
+            custom_id = parse_line(raw).custom_id
+        except RequestError:
+            continue  # its error record comes with the results
+        first = seen.setdefault(custom_id, number)
+        if first != number:
+            raise ConfigError(
+                f"--input {path} line {number}: custom_id {custom_id!r} is already line {first}'s; give each its own"
+            )
+        lines[custom_id] = raw.strip()
+    return lines
 
 
 def count_lines(path: Path) -> int:
@@ -177,15 +213,34 @@ def show(input_path: Path, output_path: Path, console: Console, *, tokenizer: To
             line = parse_line(raw)
         except RequestError:
             continue
-        record = results.pop(line.custom_id, None)
+        record = results.get(line.custom_id)
         if record is None:
             continue
         console.rule(line.custom_id, align="left")
         if record["error"]:
             console.print(record["error"]["message"], style="red", **plain)
-        else:
-            console.print(tokenizer.decode(prompt_ids(line.body, tokenizer)), style="dim", end="", **plain)
-            console.print(record["response"]["body"]["choices"][0]["text"], style="bold", **plain)
+            continue
+        console.print(_prompt_text(line, tokenizer), style="dim", end="", **plain)
+        for choice in record["response"]["body"]["choices"]:
+            console.print(
+                choice["text"] if "text" in choice else _message_text(choice["message"]), style="bold", **plain
+            )
+
+
+def _prompt_text(line: Line, tokenizer: Tokenizer) -> str:
+    """What a request asked: a prompt's text, or a chat's messages by role."""
+    if line.url == COMPLETIONS:
+        return tokenizer.decode(prompt_ids(line.body, tokenizer))
+    contents = [(message["role"], message.get("content") or "") for message in line.body["messages"]]
+    return "".join(f"{role}: {text if isinstance(text, str) else json.dumps(text)}\n" for role, text in contents)
+
+
+def _message_text(message: dict[str, Any]) -> str:
+    """A chat's answer: its reasoning in brackets, its content, its calls."""
+    parts = [f"[{message['reasoning_content']}]"] if message["reasoning_content"] else []
+    parts += [message["content"]] if message["content"] else []
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return "\n".join([*parts, *(f"{call['name']}({call['arguments']})" for call in calls)])
 
 
 class StopSignal:

@@ -1,58 +1,37 @@
-"""One line of an OpenAI batch file to one `Request`, with every field checked by type and range.
+"""One line of an OpenAI batch file to one `Job`, with every field checked by type and range.
 
-A field that would change the result and is not supported is refused by name; a neutral value of it (`"n": 1`) is fine.
+A field that would change the result and is not supported is refused by name; a neutral value of it is fine.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import reprlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from k3jax.serve.sampler import Sampling
+from k3jax.serve.fields import RequestError, check_names, field, is_int, is_number, kind, number, shown, text, whole
+from k3jax.serve.sampler import MAX_BIAS, Sampling
 from k3jax.serve.scheduler import Request
 from k3jax.text import Tokenizer
 
-URL = "/v1/completions"
-FIELDS = (
-    "model",
-    "prompt",
-    "max_tokens",
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MAX_CHOICES = 128
+SAMPLING = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
     "seed",
-    "stop",
-    "logprobs",
-    "user",
-    "metadata",
 )
+SHARED = (*SAMPLING, "model", "max_tokens", "n", "stop", "logprobs", "user", "metadata")  # fields of both endpoints
 # Known fields that are not supported, with the value that asks for nothing; null always does.
-NEUTRAL: dict[str, Any] = {
-    "n": 1,
-    "best_of": 1,
-    "echo": False,
-    "stream": False,
-    "suffix": "",
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "min_p": 0,
-    "logit_bias": {},
-    "stream_options": {},
-}
-
-
-class RequestError(ValueError):
-    """A request that gets an error record: `code` for programs, the message for people, `param` the field at fault."""
-
-    def __init__(self, message: str, *, code: str = "invalid_request", param: str | None = None) -> None:
-        super().__init__(message)
-        self.code, self.param = code, param
+NEUTRAL: dict[str, Any] = {"best_of": 1, "echo": False, "stream": False, "suffix": "", "stream_options": {}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +54,16 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
-    """A checked request, and the stop strings that the scheduler does not see."""
+class Job:
+    """A checked line: one scheduler request for each choice, and what only the reader of their text needs.
 
-    request: Request
+    `thinking` is whether a chat's completion starts in the think channel, and None for a plain completion.
+    """
+
+    custom_id: str
+    requests: tuple[Request, ...]
     stops: tuple[str, ...]
+    thinking: bool | None = None
 
 
 def parse_line(raw: bytes) -> Line:
@@ -90,7 +74,7 @@ def parse_line(raw: bytes) -> Line:
         reason = str(error) if isinstance(error, ValueError) else "nested too deeply"
         raise RequestError(f"not a line of JSON: {reason}", code="invalid_json_line") from error
     if not isinstance(line, dict):
-        raise RequestError(f"a line must be a JSON object, not {_kind(line)}", code="invalid_json_line")
+        raise RequestError(f"a line must be a JSON object, not {kind(line)}", code="invalid_json_line")
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         problem = "is missing" if custom_id is None else "must be a non-empty string"
@@ -98,32 +82,33 @@ def parse_line(raw: bytes) -> Line:
     return Line(custom_id=custom_id, url=line.get("url"), method=line.get("method", "POST"), body=line.get("body"))
 
 
-def parse_completion_request(line: Line, *, tokenizer: Tokenizer, limits: Limits) -> Completion:
-    """Check a line's url, method and body. Raises `RequestError` naming the field, its value and what is allowed."""
-    if line.url != URL:
-        note = "chat completions are not supported yet" if line.url == "/v1/chat/completions" else "no such endpoint"
-        raise RequestError(f"url {line.url!r}: {note}; supported: {URL}", code="unsupported_url", param="url")
+def body_of(line: Line) -> dict[str, Any]:
+    """A line's body without fields that are null. Raises `RequestError` for a wrong method, no body or a bad model."""
     if line.method != "POST":
         raise RequestError(f"method {line.method!r}: must be 'POST'", param="method")
     if not isinstance(line.body, dict):
-        raise RequestError(f"body must be a JSON object, not {_kind(line.body)}", param="body")
+        raise RequestError(f"body must be a JSON object, not {kind(line.body)}", param="body")
     body = {name: value for name, value in line.body.items() if value is not None}
-    _check_names(body)
-    _field(body, "model", "", _is_string, "a string")
+    text(body, "model", "")
+    return body
+
+
+def completion_job(line: Line, *, tokenizer: Tokenizer, limits: Limits) -> Job:
+    """Check the body of a plain completion. Raises `RequestError` naming the field, its value and what is allowed."""
+    body = body_of(line)
+    check_names(body, known=(*SHARED, "prompt"), neutral=NEUTRAL)
     prompt = prompt_ids(body, tokenizer)
-    max_tokens = _field(body, "max_tokens", limits.default_max_tokens, _is_int(1), "a whole number of at least 1")
-    _check_length(len(prompt), max_tokens, limits)
+    max_tokens = whole(body, "max_tokens", limits.default_max_tokens, 1)
+    check_length(len(prompt), max_tokens, limits, prompt="prompt", completion="max_tokens")
     request = Request(
         key=line.custom_id,
         prompt=prompt,
         max_tokens=max_tokens,
-        sampling=_sampling(body, line.custom_id),
+        sampling=sampling(body, line.custom_id, tokenizer),
         stop_ids=tokenizer.stop_ids,
-        top_logprobs=_field(
-            body, "logprobs", None, _is_int(0, limits.max_top_logprobs), _between(0, limits.max_top_logprobs)
-        ),
+        top_logprobs=whole(body, "logprobs", None, 0, limits.max_top_logprobs),
     )
-    return Completion(request=request, stops=_stops(body))
+    return Job(custom_id=line.custom_id, requests=choices(body, request), stops=stops(body))
 
 
 def prompt_ids(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -135,10 +120,10 @@ def prompt_ids(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]
         prompt = prompt[0]
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)
-    elif isinstance(prompt, list) and all(_is_int(0)(token) for token in prompt):
+    elif isinstance(prompt, list) and all(map(is_int(0), prompt)):
         ids = prompt
     else:
-        wrong = "is missing" if prompt is None else f"is {_shown(prompt)}"
+        wrong = "is missing" if prompt is None else f"is {shown(prompt)}"
         raise RequestError(f"prompt {wrong}: must be a string or a list of token ids", param="prompt")
     if not ids:
         raise RequestError("prompt is empty: it must hold at least one token", param="prompt")
@@ -154,81 +139,66 @@ def default_seed(custom_id: str) -> int:
     return int.from_bytes(hashlib.sha256(custom_id.encode("utf-8", "surrogatepass")).digest()[:4], "big")
 
 
-def _sampling(body: Mapping[str, Any], custom_id: str) -> Sampling:
-    return Sampling(
-        temperature=float(_field(body, "temperature", 1.0, _is_number(0, 2), "a number from 0 to 2")),
-        top_p=float(_field(body, "top_p", 1.0, lambda v: _is_number(0, 1)(v) and v > 0, "a number above 0, at most 1")),
-        top_k=_field(body, "top_k", 0, _is_int(0, 2**31 - 1), "a whole number of at least 1, or 0 for all tokens"),
-        seed=_field(body, "seed", default_seed(custom_id), _is_int(-(2**63), 2**63 - 1), "a 64-bit whole number"),
+def choices(body: Mapping[str, Any], request: Request) -> tuple[Request, ...]:
+    """`n` requests like `request`, each with its own key and its own draws."""
+    return tuple(
+        replace(request, key=f"{choice}/{request.key}", sampling=replace(request.sampling, choice=choice))
+        for choice in range(whole(body, "n", 1, 1, MAX_CHOICES))
     )
 
 
-def _check_length(num_prompt: int, max_tokens: int, limits: Limits) -> None:
+def sampling(body: Mapping[str, Any], custom_id: str, tokenizer: Tokenizer, *, top_p: float = 1.0) -> Sampling:
+    """How a body asks to draw; `top_p` is the default of its endpoint."""
+    return Sampling(
+        temperature=number(body, "temperature", 1.0, 0, 2),
+        top_p=float(field(body, "top_p", top_p, lambda v: is_number(0, 1)(v) and v > 0, "a number above 0, at most 1")),
+        top_k=field(body, "top_k", 0, is_int(0, 2**31 - 1), "a whole number of at least 1, or 0 for all tokens"),
+        min_p=number(body, "min_p", 0.0, 0, 1),
+        presence_penalty=number(body, "presence_penalty", 0.0, -2, 2),
+        frequency_penalty=number(body, "frequency_penalty", 0.0, -2, 2),
+        repetition_penalty=number(body, "repetition_penalty", 1.0, 0.01, 10),
+        logit_bias=_logit_bias(body, tokenizer),
+        seed=field(body, "seed", default_seed(custom_id), is_int(-(2**63), 2**63 - 1), "a 64-bit whole number"),
+    )
+
+
+def check_length(num_prompt: int, max_tokens: int, limits: Limits, *, prompt: str, completion: str) -> None:
+    """Raise `RequestError` where a prompt and its completion exceed the context; the names are the fields'."""
     if num_prompt + max_tokens > limits.max_context:
         raise RequestError(
-            f"the context holds {limits.max_context} tokens, but the prompt has {num_prompt} and max_tokens asks for"
+            f"the context holds {limits.max_context} tokens, but the prompt has {num_prompt} and {completion} asks for"
             f" {max_tokens} more",
             code="context_length_exceeded",
-            param="prompt" if num_prompt >= limits.max_context else "max_tokens",
+            param=prompt if num_prompt >= limits.max_context else completion,
         )
 
 
-def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
-    def valid(value: Any) -> bool:
-        return bool(value) if isinstance(value, str) else isinstance(value, list) and all(map(_is_text, value))
+def stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """The stop strings of a body."""
 
-    stop = _field(body, "stop", [], valid, "a non-empty string or a list of such")
+    def valid(value: Any) -> bool:
+        texts = value if isinstance(value, list) else [value]
+        return all(isinstance(one, str) and one for one in texts)
+
+    stop = field(body, "stop", [], valid, "a non-empty string or a list of such")
     return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _check_names(body: Mapping[str, Any]) -> None:
-    for name, value in body.items():
-        if name in FIELDS:
-            continue
-        if name not in NEUTRAL:
-            near = difflib.get_close_matches(name, (*FIELDS, *NEUTRAL), n=1)
-            raise RequestError(f"unknown field {name!r}{f'; did you mean {near[0]!r}?' if near else ''}", param=name)
-        neutral = NEUTRAL[name]
-        if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
-            raise RequestError(
-                f"{name} = {_shown(value)} is not supported; leave it out", code="unsupported", param=name
-            )
+def _logit_bias(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[tuple[int, float], ...]:
+    def valid(value: Any) -> bool:
+        ids_fit = isinstance(value, dict) and all(
+            key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < tokenizer.vocab_size for key in value
+        )
+        return ids_fit and len(value) <= MAX_BIAS and all(map(is_number(-100, 100), value.values()))
 
-
-def _field(body: Mapping[str, Any], name: str, default: Any, valid: Callable[[Any], bool], expected: str) -> Any:
-    value = body.get(name, default)
-    if name in body and not valid(value):
-        raise RequestError(f"{name} = {_shown(value)}: must be {expected}", param=name)
-    return value
-
-
-def _is_string(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_int(low: int, high: float = float("inf")) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _is_number(low: float, high: float) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-
-
-def _between(low: int, high: int) -> str:
-    return f"a whole number from {low} to {high}"
-
-
-def _kind(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "a string", type(None): "null"}.get(type(value), _shown(value))
-
-
-def _shown(value: Any) -> str:
-    text = reprlib.repr(value) if isinstance(value, dict | list) else json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    bias = field(
+        body,
+        "logit_bias",
+        {},
+        valid,
+        f"an object of at most {MAX_BIAS} token ids below {tokenizer.vocab_size}, each with a number from -100 to 100",
+    )
+    return tuple((int(token), float(value)) for token, value in bias.items())
 
 
 def _refuse_constant(name: str) -> None:

@@ -2,8 +2,7 @@
 
 A record is OpenAI's: `id`, `custom_id`, `response` and `error`, where `error` is null exactly for a completed request.
 A refused request has both: `response` with status 400 and OpenAI's error body, and the same code and message in
-`error`. A line that names no request (not JSON, no custom_id, a custom_id that an earlier line has) has `response` null
-and its line number in `error`.
+`error`. A line that names no request (not JSON, no custom_id) has `response` null and its line number in `error`.
 """
 
 from __future__ import annotations
@@ -13,39 +12,41 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from k3jax.config import ConfigError
 from k3jax.serve.answer import Answer
-from k3jax.serve.request import RequestError
+from k3jax.serve.fields import RequestError
+from k3jax.serve.manifest import Manifest, manifest_path
+from k3jax.serve.request import Job
 
 PREFIX = b'{"id": "batch_req_'  # how every line of an output file begins
 
 
-def completed(answer: Answer, *, model: str) -> dict[str, Any]:
-    """The record of a completed request."""
-    request = answer.request
-    choice = {
-        "index": 0,
-        "text": answer.text,
-        "logprobs": answer.logprobs_body(),
-        "finish_reason": answer.finish,
+def completed(job: Job, answers: Sequence[Answer], *, model: str) -> dict[str, Any]:
+    """The record of a job whose answers are complete."""
+    request, chat = job.requests[0], job.thinking is not None
+    num_prompt, num_tokens = len(request.prompt), sum(answer.num_tokens for answer in answers)
+    usage: dict[str, Any] = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_tokens,
+        "total_tokens": num_prompt + num_tokens,
     }
+    if chat:
+        num_reasoning = sum(answer.num_reasoning for answer in answers)
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     body = {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+        "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": len(request.prompt),
-            "completion_tokens": answer.num_tokens,
-            "total_tokens": len(request.prompt) + answer.num_tokens,
-        },
+        "choices": [answer.choice() for answer in answers],
+        "usage": usage,
         "seed": request.sampling.seed,  # also where the request named none, so that any answer can be repeated
     }
-    return _record(request.key, response=_response(200, body), error=None)
+    return _record(job.custom_id, response=_response(200, body), error=None)
 
 
 def refused(custom_id: str, error: RequestError, *, status: int = 400) -> dict[str, Any]:
@@ -55,10 +56,10 @@ def refused(custom_id: str, error: RequestError, *, status: int = 400) -> dict[s
     return _record(custom_id, response=_response(status, body), error={"code": error.code, "message": str(error)})
 
 
-def unusable(number: int, custom_id: str | None, error: RequestError) -> dict[str, Any]:
-    """The record of input line `number`, which names no request of its own."""
+def unusable(number: int, error: RequestError) -> dict[str, Any]:
+    """The record of input line `number`, which names no request."""
     message = f"line {number}: {error}"
-    return _record(custom_id, response=None, error={"code": error.code, "message": message, "line": number})
+    return _record(None, response=None, error={"code": error.code, "message": message, "line": number})
 
 
 def _record(custom_id: str | None, *, response: Any, error: Any) -> dict[str, Any]:
@@ -93,6 +94,10 @@ class OutputFile:
             self.close()
             raise
 
+    def keep(self, manifest: Manifest) -> None:
+        """Put the manifest beside the output. Raises `ConfigError` where the output's results were made otherwise."""
+        manifest.join(self.path, self.done_ids)
+
     def write(self, record: dict[str, Any]) -> None:
         """Append one record and hand it to the operating system."""
         data = json.dumps(record).encode() + b"\n"
@@ -103,12 +108,13 @@ class OutputFile:
             raise ConfigError(f"--output {self.path}: cannot be written ({error.strerror}); a rerun resumes") from error
 
     def close(self) -> None:
-        """Put everything on disk; a file that this object created and that got no record is removed."""
+        """Put everything on disk; a file that this object created and that got no record is removed again."""
         empty = os.fstat(self._file).st_size == 0
         os.fsync(self._file)
         os.close(self._file)
         if self._created and empty:
             self.path.unlink()
+            manifest_path(self.path).unlink(missing_ok=True)
 
     def __enter__(self) -> Self:
         return self

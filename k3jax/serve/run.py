@@ -15,6 +15,7 @@ from k3jax.config import ConfigError, MeshShape, ModelConfig, ServeRun
 from k3jax.nn.transformer import Transformer
 from k3jax.serve.batch import EXIT_PREEMPTED, Batch, StopSignal, check_input, make_progress, show
 from k3jax.serve.engine import Engine
+from k3jax.serve.manifest import Manifest
 from k3jax.serve.request import Limits
 from k3jax.serve.results import OutputFile
 from k3jax.text import Tokenizer
@@ -34,7 +35,7 @@ class Paths:
 def serve(run: ServeRun, paths: Paths, *, show_answers: bool = False) -> int:
     """Answer a batch file; returns 0, or 75 where a signal stopped it. Raises `ConfigError` where it cannot go on."""
     check_recipe(run)
-    check_input(paths.input)
+    lines = check_input(paths.input)
     if paths.output.exists() and os.path.samefile(paths.input, paths.output):
         raise ConfigError(f"--output {paths.output}: is the input file")
     console = Console(stderr=True)
@@ -42,6 +43,8 @@ def serve(run: ServeRun, paths: Paths, *, show_answers: bool = False) -> int:
         tokenizer = load_tokenizer(paths.checkpoint, paths.tokenizer)
         model = load_model(paths.checkpoint, run.dtype)
         check_fit(run, model.config, tokenizer)
+        manifest = Manifest.of(run, paths.checkpoint, model.config.name, tokenizer)
+        output.keep(manifest.with_requests(lines))
         engine = Engine(
             model,
             slots=run.slots,

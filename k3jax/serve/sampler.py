@@ -1,7 +1,11 @@
 """From logits to the next token, one row per slot, with results that do not depend on the other rows.
 
-The key of a draw is fold_in(key of the request's seed, position of the drawn token in its sequence): neither the slot,
-nor the batch mates, nor an interruption enters it.
+The key of a draw is fold_in(fold_in(key of the request's seed, choice), position of the drawn token in its sequence):
+neither the slot, nor the batch mates, nor an interruption enters it.
+
+A row's logits pass, in this order: logit bias; repetition, frequency and presence penalty; the tokens that a constraint
+allows; temperature; min_p; top_k; top_p. What a request leaves at its default changes no bit of them, whatever the
+other rows ask for.
 """
 
 from __future__ import annotations
@@ -15,19 +19,37 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 MIN_TEMPERATURE = 1e-6  # below it float32 quotients overflow; the draw is greedy long before
+MAX_BIAS = 300  # entries of one request's logit bias
+ALL_BITS = np.uint32(0xFFFFFFFF)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How one request draws. `temperature` 0 is greedy; `top_k` 0 keeps every token; `seed` is a 64-bit integer."""
+    """How one request draws. The defaults draw from the model's own distribution.
+
+    `temperature` 0 is greedy; `top_k` 0 keeps every token; `min_p` keeps tokens at least that likely, relative to the
+    likeliest. `presence_penalty` is subtracted from a generated token's logit, `frequency_penalty` once per occurrence;
+    `repetition_penalty` divides a positive and multiplies a negative logit of what was generated or is in the prompt.
+    `logit_bias` are up to `MAX_BIAS` pairs (token id, added logit). `seed` is a 64-bit integer; `choice` numbers the
+    completions of one request.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
+    choice: int = 0
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["temperature", "top_p", "top_k", "seed"], meta_fields=[])
+_ROWS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=[*_ROWS, "bias_ids", "bias", "seed", "choice"], meta_fields=[])
 @dataclass(frozen=True, kw_only=True)
 class SamplingRows:
     """`Sampling` of every slot as arrays; `seed` holds the high and the low 32 bits."""
@@ -35,24 +57,76 @@ class SamplingRows:
     temperature: Float[Array, "B"]
     top_p: Float[Array, "B"]
     top_k: Int[Array, "B"]
+    min_p: Float[Array, "B"]
+    presence_penalty: Float[Array, "B"]
+    frequency_penalty: Float[Array, "B"]
+    repetition_penalty: Float[Array, "B"]
+    bias_ids: Int[Array, "B N"]  # past a row's entries: an id beyond every vocabulary
+    bias: Float[Array, "B N"]
     seed: UInt32[Array, "B 2"]
+    choice: Int[Array, "B"]
 
     @classmethod
     def of(cls, samplings: list[Sampling]) -> SamplingRows:
-        """One row per entry."""
+        """One row per entry. Raises ValueError for a logit bias of more than `MAX_BIAS` entries."""
         seeds = np.asarray([s.seed for s in samplings], np.int64).astype(np.uint64)
+        ids = np.full((len(samplings), MAX_BIAS), np.iinfo(np.int32).max, np.int32)
+        bias = np.zeros(ids.shape, np.float32)
+        for row, sampling in enumerate(samplings):
+            if len(sampling.logit_bias) > MAX_BIAS:
+                raise ValueError(f"logit_bias has {len(sampling.logit_bias)} entries: at most {MAX_BIAS}")
+            for place, (token, value) in enumerate(sampling.logit_bias):
+                ids[row, place], bias[row, place] = token, value
         return cls(
-            temperature=jnp.asarray([s.temperature for s in samplings], jnp.float32),
-            top_p=jnp.asarray([s.top_p for s in samplings], jnp.float32),
-            top_k=jnp.asarray([s.top_k for s in samplings], jnp.int32),
+            **{name: jnp.asarray([getattr(s, name) for s in samplings], _dtype(name)) for name in (*_ROWS, "choice")},
+            bias_ids=jnp.asarray(ids),
+            bias=jnp.asarray(bias),
             seed=jnp.asarray(np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=-1), jnp.uint32),
+        )
+
+
+def _dtype(name: str) -> type:
+    return jnp.int32 if name in ("top_k", "choice") else jnp.float32
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["generated", "prompt"], meta_fields=[])
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """What the penalties of every slot look at: how often a token was generated, and whether the prompt has it."""
+
+    generated: Int[Array, "B V"]
+    prompt: Bool[Array, "B V"]
+
+    @classmethod
+    def zeros(cls, *, batch: int, vocab: int) -> History:
+        """Nothing seen yet."""
+        return cls(generated=jnp.zeros((batch, vocab), jnp.int32), prompt=jnp.zeros((batch, vocab), bool))
+
+    def row(self, slot: Int[Array, ""]) -> History:
+        """The history of one slot, batch 1."""
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), self)
+
+    def with_row(self, slot: Int[Array, ""], row: History) -> History:
+        """This history with one slot replaced."""
+        return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, slot, 0), self, row)
+
+    def add(self, tokens: Int[Array, "B T"], num_valid: Int[Array, "B"], *, generated: Bool[Array, "B T"]) -> History:
+        """Count each row's first `num_valid` tokens, as generated ones or as the prompt's."""
+        vocab = self.generated.shape[-1]
+        rows = jnp.arange(tokens.shape[0])[:, None]
+        valid = jnp.arange(tokens.shape[1]) < num_valid[:, None]
+        counted = jnp.where(valid & generated, tokens, vocab)  # an index past the end is dropped
+        seen = jnp.where(valid & ~generated, tokens, vocab)
+        return History(
+            generated=self.generated.at[rows, counted].add(1, mode="drop"),
+            prompt=self.prompt.at[rows, seen].set(True, mode="drop"),
         )
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["chosen", "top_ids", "top"], meta_fields=[])
 @dataclass(frozen=True, kw_only=True)
 class Logprobs:
-    """Log-probabilities in nats under the distribution before temperature, top_k and top_p."""
+    """Log-probabilities in nats, float32, under the model's own distribution: before biases, penalties and filters."""
 
     chosen: Float[Array, "B"]
     top_ids: Int[Array, "B N"]  # the N likeliest tokens, likeliest first
@@ -69,15 +143,25 @@ class Sampled:
     logprobs: Logprobs | None
 
 
-def sample(logits: Float[Array, "B V"], rows: SamplingRows, position: Int[Array, "B"], *, top: int) -> Sampled:
+def sample(
+    logits: Float[Array, "B V"],
+    rows: SamplingRows,
+    history: History,
+    allowed: UInt32[Array, "B W"],
+    position: Int[Array, "B"],
+    *,
+    top: int,
+) -> Sampled:
     """Draw one token per row; `position` is the drawn token's index in its sequence, `top` the number of top_logprobs.
 
-    top_k applies first and top_p to what remains, renormalised; both after the temperature.
+    `history` counts the tokens up to `position`, the last one included. Bit t%32 of word t//32 of `allowed` says
+    whether token t may be drawn; each row must allow one.
     """
     logits = logits.astype(jnp.float32)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    drawn = jax.lax.cond(jnp.any(rows.temperature > 0), lambda: _draw(logits, rows, position), lambda: greedy)
+    adjusted = _masked(_adjusted(logits, rows, history), allowed)
+    greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    drawn = jax.lax.cond(jnp.any(rows.temperature > 0), lambda: _draw(adjusted, rows, position), lambda: greedy)
     token = jnp.where(rows.temperature > 0, drawn, greedy)
     chosen = jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
     top_values, top_ids = jax.lax.top_k(logprobs, top)
@@ -89,14 +173,47 @@ def sample(logits: Float[Array, "B V"], rows: SamplingRows, position: Int[Array,
 
 
 def row_keys(rows: SamplingRows, position: Int[Array, "B"]) -> PRNGKeyArray:
-    """One key per row, from the row's own seed and position only."""
+    """One key per row, from the row's own seed, choice and position only."""
     keys = jax.random.wrap_key_data(rows.seed, impl="threefry2x32")
-    return jax.vmap(jax.random.fold_in)(keys, position)
+    fold_in = jax.vmap(jax.random.fold_in)
+    return fold_in(fold_in(keys, rows.choice), position)
+
+
+def _adjusted(logits: Float[Array, "B V"], rows: SamplingRows, history: History) -> Float[Array, "B V"]:
+    """Logits after bias and penalties; each step runs only where some row asks for it."""
+
+    def biased(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        return logits.at[jnp.arange(logits.shape[0])[:, None], rows.bias_ids].add(rows.bias, mode="drop")
+
+    def penalised(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        repetition = rows.repetition_penalty[:, None]
+        repeated = history.prompt | (history.generated > 0)
+        logits = jnp.where(repeated, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
+        logits = logits - rows.frequency_penalty[:, None] * history.generated
+        return logits - rows.presence_penalty[:, None] * (history.generated > 0)
+
+    penalties = (rows.repetition_penalty != 1) | (rows.frequency_penalty != 0) | (rows.presence_penalty != 0)
+    logits = jax.lax.cond(jnp.any(rows.bias != 0), biased, lambda same: same, logits)
+    return jax.lax.cond(jnp.any(penalties), penalised, lambda same: same, logits)
+
+
+def all_allowed(batch: int, vocab: int) -> UInt32[np.ndarray, "B W"]:
+    """The `allowed` of rows that may draw any token."""
+    return np.full((batch, -(-vocab // 32)), ALL_BITS, np.uint32)
+
+
+def _masked(logits: Float[Array, "B V"], allowed: UInt32[Array, "B W"]) -> Float[Array, "B V"]:
+    def masked(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+        return jnp.where(bits.reshape(allowed.shape[0], -1)[:, : logits.shape[-1]] == 1, logits, -jnp.inf)
+
+    return jax.lax.cond(jnp.all(allowed == ALL_BITS), lambda same: same, masked, logits)
 
 
 def _draw(logits: Float[Array, "B V"], rows: SamplingRows, position: Int[Array, "B"]) -> Int[Array, "B"]:
     temperature = jnp.maximum(rows.temperature, MIN_TEMPERATURE)[:, None]
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
+    scaled = jnp.where(scaled >= jnp.log(rows.min_p)[:, None], scaled, -jnp.inf)  # the likeliest is at 0
     filters = jnp.any((rows.top_p < 1) | (rows.top_k > 0))
     kept = jax.lax.cond(filters, lambda: _filtered(scaled, rows), lambda: scaled)  # the sort is the costly part
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(row_keys(rows, position))

@@ -13,12 +13,17 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from k3jax.serve.sampler import Sampled, Sampling
+from k3jax.serve.constraint import Constraint, ConstraintError, Guide
+from k3jax.serve.fields import RequestError
+from k3jax.serve.sampler import ALL_BITS, Sampled, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One sequence to complete. `stop_ids` end it and are not part of the text; `top_logprobs` None asks for none."""
+    """One sequence to complete. `stop_ids` end it and are not part of the text; `top_logprobs` None asks for none.
+
+    `constraint` says which tokens may follow; it is followed on the host, token by token.
+    """
 
     key: str  # unique among the requests in flight
     prompt: tuple[int, ...]
@@ -26,6 +31,7 @@ class Request:
     sampling: Sampling
     stop_ids: frozenset[int]
     top_logprobs: int | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +44,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One generated token of a request. The last one has `finish`; "error" means that the logits were not finite."""
+    """One generated token of a request. The last one has `finish`; with "error" comes what went wrong."""
 
     request: Request
     token: int | None
     logprobs: TokenLogprobs | None = None
     finish: Literal["stop", "length", "error"] | None = None
+    error: RequestError | None = None
 
 
 class Slots(Protocol):
@@ -52,16 +59,28 @@ class Slots(Protocol):
     slots: int
     prefill_chunk: int
 
-    def prefill(self, slot: int, tokens: Sequence[int], sampling: Sampling, *, fresh: bool, logprobs: bool) -> Sampled:
+    def prefill(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        fresh: bool,
+        logprobs: bool,
+        allowed: np.ndarray | None = None,
+    ) -> Sampled:
         """Feed up to `prefill_chunk` tokens to `slot`, emptied first if `fresh`; row 0 is the token after them."""
 
-    def decode(self, tokens: np.ndarray, active: np.ndarray, *, logprobs: bool) -> Sampled:
-        """Feed one token to each active slot; row i is slot i's next token."""
+    def decode(
+        self, tokens: np.ndarray, active: np.ndarray, *, logprobs: bool, allowed: np.ndarray | None = None
+    ) -> Sampled:
+        """Feed one token to each active slot; row i is slot i's next token, of those that row i of `allowed` has."""
 
 
 @dataclass(kw_only=True)
 class _Running:
     request: Request
+    guide: Guide | None
     prefilled: int = 0
     generated: list[int] = field(default_factory=list)
 
@@ -90,6 +109,7 @@ class Scheduler:
 
     def release(self, request: Request) -> None:
         """Drop a request that needs no more tokens; no further event comes from it."""
+        self._waiting = deque(waiting for waiting in self._waiting if waiting is not request)
         for slot, running in enumerate(self._running):
             if running is not None and running.request is request:
                 self._running[slot] = None
@@ -103,7 +123,9 @@ class Scheduler:
     def _admit(self) -> None:
         for slot, running in enumerate(self._running):
             if running is None and self._waiting:
-                self._running[slot] = _Running(request=self._waiting.popleft())
+                request = self._waiting.popleft()
+                guide = request.constraint.start() if request.constraint else None
+                self._running[slot] = _Running(request=request, guide=guide)
 
     def _decode(self) -> list[Event]:
         ready = [(slot, r) for slot, r in enumerate(self._running) if r is not None and r.generated]
@@ -113,7 +135,8 @@ class Scheduler:
         for slot, running in ready:
             tokens[slot], active[slot] = running.generated[-1], True
         logprobs = any(running.request.top_logprobs is not None for _, running in ready)
-        sampled = self._engine.decode(tokens, active, logprobs=logprobs)
+        allowed = _allowed(ready, num_rows=self._engine.slots)
+        sampled = self._engine.decode(tokens, active, logprobs=logprobs, allowed=allowed)
         return [self._event(slot, running, sampled, slot) for slot, running in ready]
 
     def _prefill(self) -> list[Event]:
@@ -125,7 +148,10 @@ class Scheduler:
             chunk = request.prompt[start : start + self._engine.prefill_chunk]
             running.prefilled += len(chunk)
             wants = request.top_logprobs is not None
-            sampled = self._engine.prefill(slot, chunk, request.sampling, fresh=start == 0, logprobs=wants)
+            allowed = _allowed([(0, running)], num_rows=1)
+            sampled = self._engine.prefill(
+                slot, chunk, request.sampling, fresh=start == 0, logprobs=wants, allowed=allowed
+            )
             if running.prefilled == len(request.prompt):
                 events.append(self._event(slot, running, sampled, 0))
         return events
@@ -134,9 +160,14 @@ class Scheduler:
         """Record row `row` of `sampled` as `running`'s next token and free its slot if that is the last one."""
         request = running.request
         if not sampled.finite[row]:
-            self._running[slot] = None
-            return Event(request=request, token=None, finish="error")
+            error = RequestError("the model gave logits that are not finite", code="non_finite_logits")
+            return self._failed(slot, request, error)
         token = int(sampled.token[row])
+        try:
+            if running.guide is not None:
+                running.guide.advance(token)
+        except ConstraintError as error:
+            return self._failed(slot, request, RequestError(str(error), code="constraint_failed"))
         running.generated.append(token)
         finish: Literal["stop", "length"] | None = None
         if token in request.stop_ids:
@@ -146,6 +177,21 @@ class Scheduler:
         if finish:
             self._running[slot] = None
         return Event(request=request, token=token, logprobs=_logprobs(request, sampled, row), finish=finish)
+
+    def _failed(self, slot: int, request: Request, error: RequestError) -> Event:
+        self._running[slot] = None
+        return Event(request=request, token=None, finish="error", error=error)
+
+
+def _allowed(rows: Sequence[tuple[int, _Running]], *, num_rows: int) -> np.ndarray | None:
+    """The tokens that each row may draw, as `sample` takes them; None where no row is constrained."""
+    allowed = None
+    for row, running in rows:
+        mask = running.guide.allowed if running.guide is not None else None
+        if mask is not None:
+            allowed = np.full((num_rows, len(mask)), ALL_BITS, np.uint32) if allowed is None else allowed
+            allowed[row] = mask
+    return allowed
 
 
 def _logprobs(request: Request, sampled: Sampled, row: int) -> TokenLogprobs | None:

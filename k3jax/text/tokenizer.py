@@ -13,6 +13,7 @@ import codecs
 import dataclasses
 import itertools
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,10 +26,12 @@ import tiktoken
 from k3jax.config import ConfigError
 
 RANK_FILE, CONFIG_FILE, GENERATION_FILE = "tiktoken.model", "tokenizer_config.json", "generation_config.json"
+MODEL_FILE = "config.json"
 NUM_SPECIALS = 256  # slots after the ranks, named or reserved
-END_OF_MESSAGE = "<|end_of_msg|>"
+END_OF_MESSAGE, MEDIA_PAD = "<|end_of_msg|>", "<|media_pad|>"
 
-# The released names by their offset from the end of the ranks; only `Tokenizer.bytes` needs them, as it has no files.
+# The released names by their offset from the end of the ranks: the table of `Tokenizer.bytes`, which has no files, and
+# what a checkpoint's own table is compared with.
 NAMED_OFFSETS = {
     0: "[BOS]",
     1: "[EOS]",
@@ -42,7 +45,7 @@ NAMED_OFFSETS = {
     18: "<|media_begin|>",
     19: "<|media_content|>",
     20: "<|media_end|>",
-    21: "<|media_pad|>",
+    21: MEDIA_PAD,
     65: "<osagent_mode>",
     254: "[UNK]",
     255: "[PAD]",
@@ -98,12 +101,14 @@ class Tokenizer:
     def from_dir(cls, path: str | os.PathLike[str]) -> Tokenizer:
         """Read `tiktoken.model`, `tokenizer_config.json` and, where present, `generation_config.json`'s end ids.
 
-        Raises `ConfigError` of one line for a missing or malformed file.
+        A table of specials other than the release's is logged. Raises `ConfigError` of one line for a missing or
+        malformed file, and for a table that does not fit the model's `config.json`.
         """
         folder = Path(path)
         ranks = _read_ranks(folder / RANK_FILE)
         config = _read_json(folder / CONFIG_FILE)
         named, skipped = _read_specials(config, len(ranks), folder / CONFIG_FILE)
+        _check_table(named, len(ranks), folder)
         roles = {role: _role_id(config, role, named, folder / CONFIG_FILE) for role in ("bos", "eos", "pad")}
         return cls._build(ranks, named, skipped, roles, _generation_ends(folder / GENERATION_FILE))
 
@@ -273,6 +278,21 @@ def _read_specials(config: Mapping[str, Any], first: int, path: Path) -> tuple[d
     if END_OF_MESSAGE not in named:
         raise ConfigError(f"{path}: no special is named {END_OF_MESSAGE!r}; this is not a K3 tokenizer")
     return named, set(named.values()) - kept
+
+
+def _check_table(named: Mapping[str, int], first: int, folder: Path) -> None:
+    """The merges are K2's too, so only the specials tell a wrong or renumbered table from the right one."""
+    moved = [name for offset, name in NAMED_OFFSETS.items() if named.get(name) != first + offset]
+    if moved:
+        ids = ", ".join(f"{name} {named.get(name, 'absent')}" for name in moved)
+        logging.getLogger(__name__).warning("%s: specials unlike K3's release: %s", folder / CONFIG_FILE, ids)
+    path = folder / MODEL_FILE
+    expected = _read_json(path).get("media_placeholder_token_id") if path.exists() else None
+    if expected is not None and expected != named.get(MEDIA_PAD):
+        raise ConfigError(
+            f"{folder / CONFIG_FILE}: {MEDIA_PAD!r} has id {named.get(MEDIA_PAD)}, but {path} has"
+            f" media_placeholder_token_id = {expected}; a conversion has renumbered the specials"
+        )
 
 
 def _role_id(config: Mapping[str, Any], role: str, named: Mapping[str, int], path: Path) -> int:

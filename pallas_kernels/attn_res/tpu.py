@@ -180,7 +180,7 @@ def _backward_kernel(eps, count, snapshots, queries, d_mixed, d_log_sum_exp, d_s
     pull = jnp.broadcast_to(pull, (8, pull.shape[1])).T[:, :1]
 
     @pl.when(pl.program_id(0) == 0)
-    def _():
+    def start():
         d_queries[...] = jnp.zeros_like(d_queries)
 
     def columns(i, _):

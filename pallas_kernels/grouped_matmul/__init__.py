@@ -1,23 +1,27 @@
 """Grouped matmul: rows sorted by expert times each expert's own weights, and the whole expert MLP on top of it.
 
-Bodies: "reference" (every expert times every row), "xla" (`ragged_dot`) and "blocked" (padded blocks, the default: XLA
-expands `ragged_dot` to every expert times every row on a GPU and on a TPU).
+Bodies: "reference" (every expert times every row), "xla" (`ragged_dot`), "blocked" (padded blocks, the default: XLA
+expands `ragged_dot` to every expert times every row on a GPU and on a TPU) and "tpu" (Pallas kernels, `tpu.py`). On a
+TPU the default is "tpu" for bf16 rows where a kernel takes the call: widths that 128 divides, and experts that are
+floats or MXFP4 in the decode layout.
 """
 
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import BY_PLATFORM, resolve
-from pallas_kernels.grouped_matmul import blocked, reference, xla
-from pallas_kernels.grouped_matmul.common import Experts, input_output_widths
+from pallas_kernels.grouped_matmul import blocked, reference, tpu, xla
+from pallas_kernels.grouped_matmul.common import Experts, input_output_widths, sliced
 from pallas_kernels.grouped_matmul.routing import Routing, combine_rows, gather_rows, sort_by_expert
+from pallas_kernels.mx import fake_quantize_mxfp8
 
 __all__ = ["Routing", "combine_rows", "expert_ffn", "gather_rows", "grouped_matmul", "sort_by_expert"]
 
-Implementation = Literal["reference", "xla", "blocked"]
+Implementation = Literal["reference", "xla", "blocked", "tpu"]
 
 
 def grouped_matmul(
@@ -36,7 +40,8 @@ def grouped_matmul(
     Raises ValueError if widths or numbers of experts disagree.
     """
     _check("grouped_matmul", rows, group_sizes, {"experts": experts})
-    return _body("grouped_matmul", implementation)(rows, experts, group_sizes, precision=precision)
+    fits = rows.dtype == jnp.bfloat16 and tpu.why_not_matmul(rows, experts) is None
+    return _body("grouped_matmul", implementation, fits)(rows, sliced(experts), group_sizes, precision=precision)
 
 
 def expert_ffn(
@@ -49,7 +54,7 @@ def expert_ffn(
     beta: float,
     linear_beta: float,
     row_weights: Float[Array, " M"] | None = None,
-    activations: Literal["bf16", "mxfp8"] = "bf16",
+    activations: Literal["bf16", "mxfp8", "mxfp8_hidden"] = "bf16",
     implementation: Implementation | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "M L"]:
@@ -58,16 +63,23 @@ def expert_ffn(
     `w1` and `w3` are [E, L, F] and `w2` [E, F, L] floats, or MXFP4Arrays of logical shapes [E, F, L] and [E, L, F].
     `row_weights` [M], the router's weights, multiply the output in float32. `activations` "bf16" computes in rows' own
     dtype; "mxfp8" rounds to MXFP8 (e4m3, "ceil" scales, straight-through gradient) what the two matmul stages read: the
-    rows before w1 and w3, and the hidden after SiTU before w2. Rows past the last group: as in `grouped_matmul`.
+    rows before w1 and w3, and the hidden after SiTU before w2; "mxfp8_hidden" only the hidden, for rows that were
+    rounded before dispatch, once per token. Rows past the last group: as in `grouped_matmul`.
     """
     _check("expert_ffn", rows, group_sizes, {"w1": w1, "w3": w3, "w2": w2})
     width, hidden = input_output_widths(w1)
     if input_output_widths(w3) != (width, hidden) or input_output_widths(w2) != (hidden, width):
         widths = {name: input_output_widths(w) for name, w in (("w1", w1), ("w3", w3), ("w2", w2))}
         raise ValueError(f"expert_ffn: (input, output) widths {widths} do not form one MLP")
-    if activations not in ("bf16", "mxfp8"):
-        raise ValueError(f"expert_ffn: activations={activations!r} is unknown; use 'bf16' or 'mxfp8'")
-    return _body("expert_ffn", implementation)(
+    if activations not in ("bf16", "mxfp8", "mxfp8_hidden"):
+        raise ValueError(f"expert_ffn: activations={activations!r} is unknown; use 'bf16' or 'mxfp8' or 'mxfp8_hidden'")
+    rows = fake_quantize_mxfp8(rows) if activations == "mxfp8" else rows
+    quantize_hidden = activations != "bf16"
+    fits = rows.dtype == jnp.bfloat16 and tpu.why_not(rows, w1, w3, w2, quantize_hidden) is None
+    body = _body("expert_ffn", implementation, fits)
+    if body is not tpu.expert_ffn:
+        w1, w3, w2 = sliced(w1), sliced(w3), sliced(w2)
+    return body(
         rows,
         w1,
         w3,
@@ -76,14 +88,19 @@ def expert_ffn(
         row_weights,
         beta=beta,
         linear_beta=linear_beta,
-        quantize_activations=activations == "mxfp8",
+        quantize_hidden=quantize_hidden,
         precision=precision,
     )
 
 
-def _body(op: str, implementation: Implementation | None) -> Callable[..., Any]:
-    bodies = {"reference": getattr(reference, op), "xla": getattr(xla, op), "blocked": getattr(blocked, op)}
-    return resolve(op, implementation, bodies, by_platform=dict.fromkeys(BY_PLATFORM, "blocked"))
+def _body(op: str, implementation: Implementation | None, fits_tpu: bool) -> Callable[..., Any]:
+    bodies = {module.__name__.rpartition(".")[2]: getattr(module, op) for module in (reference, xla, blocked, tpu)}
+    return resolve(
+        op,
+        implementation,
+        bodies,
+        by_platform=dict.fromkeys(BY_PLATFORM, "blocked") | ({"tpu": "tpu"} if fits_tpu else {}),
+    )
 
 
 def _check(op: str, rows: Array, group_sizes: Array, experts: dict[str, Experts]) -> None:

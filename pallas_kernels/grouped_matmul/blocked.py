@@ -56,17 +56,16 @@ def expert_ffn(
     *,
     beta: float,
     linear_beta: float,
-    quantize_activations: bool,
+    quantize_hidden: bool,
     precision: jax.lax.PrecisionLike,
 ) -> Array:
     """See `pallas_kernels.grouped_matmul.expert_ffn`."""
     blocks = _plan(group_sizes, rows.shape[0])
     inputs = _enter(rows, blocks)
-    inputs = fake_quantize_mxfp8(inputs) if quantize_activations else inputs
     gate = _product(inputs, w1, blocks, precision).astype(rows.dtype)
     up = _product(inputs, w3, blocks, precision).astype(rows.dtype)
     hidden = situ_glu(gate, up, beta=beta, linear_beta=linear_beta)
-    hidden = fake_quantize_mxfp8(hidden) if quantize_activations else hidden
+    hidden = fake_quantize_mxfp8(hidden) if quantize_hidden else hidden
     out = _leave(_product(hidden, w2, blocks, precision), blocks)
     if row_weights is not None:
         out = out * jnp.where(blocks.grouped, row_weights[:, None], 0).astype(out.dtype)

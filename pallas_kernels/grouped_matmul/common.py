@@ -16,6 +16,11 @@ def dense_experts(experts: Experts, dtype: DTypeLike) -> Float[Array, "E K N"]:
     return experts.astype(dtype)
 
 
+def sliced(experts: Experts) -> Experts:
+    """Return the weights as arrays of their own, where they are one layer of a stack."""
+    return experts.sliced() if isinstance(experts, MXFP4Array) else experts
+
+
 def input_output_widths(experts: Experts) -> tuple[int, int]:
     """Return (K, N) of either kind of weights."""
     *_, first, second = experts.shape

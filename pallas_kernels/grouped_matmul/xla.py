@@ -26,17 +26,16 @@ def expert_ffn(
     *,
     beta: float,
     linear_beta: float,
-    quantize_activations: bool,
+    quantize_hidden: bool,
     precision: jax.lax.PrecisionLike,
 ) -> Array:
     """See `pallas_kernels.grouped_matmul.expert_ffn`."""
     valid = in_groups(group_sizes, rows.shape[0])
     inputs = jnp.where(valid, rows, 0)
-    inputs = fake_quantize_mxfp8(inputs) if quantize_activations else inputs
     gate = _product(inputs, w1, group_sizes, precision).astype(rows.dtype)
     up = _product(inputs, w3, group_sizes, precision).astype(rows.dtype)
     hidden = jnp.where(valid, situ_glu(gate, up, beta=beta, linear_beta=linear_beta), 0)
-    hidden = fake_quantize_mxfp8(hidden) if quantize_activations else hidden
+    hidden = fake_quantize_mxfp8(hidden) if quantize_hidden else hidden
     out = jnp.where(valid, _product(hidden, w2, group_sizes, precision), 0)
     if row_weights is not None:
         out = out * jnp.where(valid, row_weights[:, None], 0).astype(out.dtype)

@@ -6,12 +6,15 @@ Per head, with state S [K, V] (Kimi Linear, arXiv:2510.26692; the bounded gate i
 with q = scale * l2(q), k = l2(k).
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.dispatch import BY_PLATFORM, resolve
-from pallas_kernels.kda import decode, reference, tpu, xla
+from pallas_kernels.dispatch import BY_PLATFORM, on_hopper, resolve
+from pallas_kernels.kda import decode, gpu, reference, tpu, xla
 from pallas_kernels.kda.inputs import Parameters, compute_dtype, segments_of
 
 __all__ = ["kda", "kda_decode", "kda_decode_step"]
@@ -30,9 +33,13 @@ def kda(
     scale: float | None = None,
     initial_state: Float[Array, "B H K V"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    states_every: int | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+) -> tuple[Array, ...]:
     """Run KDA over whole sequences; returns the outputs in v's dtype and the float32 state after the last token.
+
+    The outputs are [B, T, H, V], the state is [B, H, K, V]. With `states_every`, a multiple of 64, a third result
+    [B, T // states_every, H, K, V] holds the running state after every so many tokens of the row.
 
     `gate` is raw; `beta` has been through its sigmoid; q and k are L2-normalised here (eps 1e-6 on the sum); `scale`
     multiplies q, K**-0.5 by default. `segment_ids`: non-decreasing, a new id starts from a zero state, -1 is padding
@@ -52,9 +59,18 @@ def kda(
     if segment_ids is not None:
         _check_shapes({"segment_ids": (segment_ids, (batch, length))})
         segments = segments_of(segment_ids)
-    bodies = {"reference": reference.forward, "xla": xla.forward, "tpu": tpu.forward}
-    body = resolve("kda", implementation, bodies, by_platform=_by_platform(width, v.shape[-1]))
-    return body(q, k, v, gate, beta, initial_state, parameters, segments)
+    arguments = (q, k, v, gate, beta, initial_state, parameters, segments)
+    by_platform = _by_platform(width, v.shape[-1])
+    bodies: dict[str, Callable[..., Any]]
+    if states_every is None:
+        bodies = {"reference": reference.forward, "xla": xla.forward, "tpu": tpu.forward, "gpu": gpu.forward}
+        return resolve("kda", implementation, bodies, by_platform=by_platform)(*arguments)
+    if states_every <= 0 or states_every % 64:
+        raise ValueError(f"states_every={states_every} must be a positive multiple of 64")
+    bodies = {"reference": reference.forward_with_states, "xla": xla.forward_with_states, "tpu": tpu.forward}
+    by_platform = {platform: "xla" if name == "gpu" else name for platform, name in by_platform.items()}
+    body = resolve("kda", implementation, bodies, by_platform=by_platform)
+    return body(*arguments, states_every=states_every)
 
 
 def kda_decode(
@@ -83,8 +99,10 @@ def kda_decode(
         }
     )
     parameters = _parameters(a_log, dt_bias, lower_bound, scale, heads, width)
-    # One token leaves nothing to do in chunks: both bodies are the same step.
-    body = resolve("kda_decode", implementation, {"reference": reference.step, "xla": reference.step})
+    # One token leaves nothing to do in chunks: two bodies are the same step, and a TPU has none of its own.
+    bodies = {"reference": reference.step, "xla": reference.step, "gpu": gpu.step}
+    by_platform = _by_platform(width, v.shape[-1]) | {"tpu": "xla"}
+    body = resolve("kda_decode", implementation, bodies, by_platform=by_platform)
     state, output = body(state.astype(compute_dtype(state)), q, k, v, gate, beta, parameters)
     return output.astype(v.dtype), state
 
@@ -131,7 +149,7 @@ def kda_decode_step(
     }
     _check_shapes(shapes, "gate and state_pool")
     parameters = _parameters(a_log, dt_bias, lower_bound, scale, heads, width)
-    bodies = {"reference": decode.step, "xla": decode.step, "tpu": tpu.decode_step}
+    bodies = {"reference": decode.step, "xla": decode.step, "tpu": tpu.decode_step, "gpu": gpu.decode_step}
     body = resolve("kda_decode_step", implementation, bodies, by_platform=_by_platform(width, value))
     rest = parameters, conv_weights, norm_weight, norm_eps
     return body(qkv, gate, beta, out_gate, conv_pool, state_pool, slots, *rest)
@@ -144,8 +162,10 @@ def _split_like(x: Array, before: int, channels: int, after: int = 0) -> tuple[i
 
 
 def _by_platform(width: int, value: int) -> dict[str, str]:
-    """The TPU kernels are for heads of 128; narrower ones run the portable body there."""
-    return {**BY_PLATFORM, "tpu": "tpu" if (width, value) == (tpu.WIDTH, tpu.WIDTH) else "xla"}
+    """The TPU and GPU kernels are for heads of 128, the GPU's for Hopper; everything else runs the portable body."""
+    fits = (width, value) == (tpu.WIDTH, tpu.WIDTH)
+    gpu_body = "gpu" if fits and on_hopper() else "xla"
+    return {**BY_PLATFORM, "tpu": "tpu" if fits else "xla", "gpu": gpu_body}
 
 
 def _parameters(

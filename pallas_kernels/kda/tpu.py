@@ -1,22 +1,32 @@
 """KDA's TPU bodies: the Pallas kernels in programs for a TPU, their interpretation elsewhere (slow, for tests).
 
-Gradients are the xla body's for now: it recomputes its forward pass from the inputs, so nothing else is saved.
+Differentiation keeps q, k, gate, beta and what the forward kernel saves: 64 KB of bf16 a head and 64 tokens.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from pallas_kernels.kda import tpu_decode, tpu_forward, xla
+from pallas_kernels.kda import tpu_backward, tpu_chunk, tpu_decode, tpu_forward
 from pallas_kernels.kda.inputs import Parameters, Segments
 
-WIDTH = tpu_forward.WIDTH
+WIDTH = tpu_chunk.WIDTH
 
-Results = tuple[Array, Array]
+
+class Static(NamedTuple):
+    """What is fixed when the body is traced."""
+
+    lower_bound: float
+    scale: float
+    states_every: int | None
+
+
+Results = tuple[Array, ...]
 
 
 def forward(
@@ -28,39 +38,57 @@ def forward(
     initial_state: Float[Array, "B H K V"],
     parameters: Parameters,
     segments: Segments | None,
-) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
-    """As `reference.forward`; raises NotImplementedError unless K = V = 128 and for a lower_bound below -5.11."""
-    tpu_forward.check(q.shape[-1], v.shape[-1], parameters.lower_bound)
+    *,
+    states_every: int | None = None,
+) -> Results:
+    """As `reference.forward`; raises NotImplementedError unless K = V = 128 and for a lower_bound below -5.11.
+
+    With `states_every` as `reference.forward_with_states`, and NotImplementedError for its gradients.
+    """
+    tpu_chunk.check(q.shape[-1], v.shape[-1], parameters.lower_bound)
     a_log, dt_bias, lower_bound, scale = parameters
-    return _forward((lower_bound, scale), (q, k, v, gate, beta, initial_state, a_log, dt_bias), segments)
-
-
-def _with(
-    body: Callable[..., Results], static: tuple[float, float], segments: Segments | None
-) -> Callable[..., Results]:
-    """`body` as a function of the arrays that differentiate."""
-
-    def run(q, k, v, gate, beta, initial_state, a_log, dt_bias):
-        return body(q, k, v, gate, beta, initial_state, Parameters(a_log, dt_bias, *static), segments)
-
-    return run
+    arrays = (q, k, v, gate, beta, initial_state, a_log, dt_bias)
+    return _forward(Static(lower_bound, scale, states_every), arrays, segments)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _forward(static: tuple[float, float], arrays: tuple[Array, ...], segments: Segments | None) -> Results:
-    def run(arrays: tuple[Array, ...], segments: Segments | None, *, interpret: bool) -> Results:
-        return _with(partial(tpu_forward.forward, interpret=interpret), static, segments)(*arrays)
+def _forward(static: Static, arrays: tuple[Array, ...], segments: Segments | None) -> Results:
+    out, state, states, _ = _run(static, arrays, segments, saves=False)
+    return (out, state) if states is None else (out, state, states)
+
+
+def _run(static: Static, arrays: tuple[Array, ...], segments: Segments | None, *, saves: bool) -> Any:
+    def run(arrays: tuple[Array, ...], segments: Segments | None, *, interpret: bool) -> Any:
+        *inputs, a_log, dt_bias = arrays
+        rest: Any = (*inputs, Parameters(a_log, dt_bias, static.lower_bound, static.scale), segments)
+        return tpu_forward.forward(*rest, saves=saves, states_every=static.states_every, interpret=interpret)
 
     return _by_platform(run, arrays, segments)
 
 
-def _forward_fwd(static: tuple[float, float], arrays: tuple[Array, ...], segments: Segments | None) -> tuple[Any, Any]:
-    return _forward(static, arrays, segments), (arrays, segments)
+def _forward_fwd(static: Static, arrays: tuple[Array, ...], segments: Segments | None) -> tuple[Any, Any]:
+    if static.states_every is not None:
+        raise NotImplementedError(f"kda's tpu body has no gradients with states_every={static.states_every}: use 'xla'")
+    out, state, _, saved = _run(static, arrays, segments, saves=True)
+    q, k, _, gate, beta, initial_state, a_log, dt_bias = arrays
+    # The values are not needed again, and of the state only the dtype.
+    return (out, state), ((q, k, gate, beta, a_log, dt_bias), segments, saved, jnp.zeros((), initial_state.dtype))
 
 
-def _forward_bwd(static: tuple[float, float], saved: tuple[Any, Any], cotangents: Results) -> tuple[Any, None]:
-    arrays, segments = saved
-    return jax.vjp(_with(xla.forward, static, segments), *arrays)[1](cotangents), None
+def _forward_bwd(static: Static, residuals: tuple[Any, ...], cotangents: Results) -> tuple[Any, None]:
+    def run(
+        arrays: tuple[Array, ...], segments: Segments | None, saved: Any, cotangents: Results, *, interpret: bool
+    ) -> Any:
+        *tokens, a_log, dt_bias = arrays
+        parameters = Parameters(a_log, dt_bias, static.lower_bound, static.scale)
+        rest: Any = (*tokens, parameters, segments, saved, *cotangents)
+        return tpu_backward.backward(*rest, interpret=interpret)
+
+    arrays, segments, saved, state = residuals
+    beta, a_log, dt_bias = arrays[3:]
+    gradients = _by_platform(run, arrays, segments, saved, cotangents)
+    narrow = zip(gradients[4:], (beta, state, a_log, dt_bias), strict=True)
+    return (*gradients[:4], *(gradient.astype(x.dtype) for gradient, x in narrow)), None
 
 
 _forward.defvjp(_forward_fwd, _forward_bwd)
@@ -92,5 +120,15 @@ def decode_step(
 
 
 def _by_platform(run: Callable[..., Any], *args: Any) -> Any:
-    """`run` by the platform that the program is lowered for, which need not be the one it is traced on."""
-    return jax.lax.platform_dependent(*args, tpu=partial(run, interpret=False), default=partial(run, interpret=True))
+    """`run` by the platform that the program is lowered for, which need not be the one it is traced on.
+
+    A mapped axis becomes a loop around the kernel, which has no batching rule of its own.
+    """
+
+    @jax.custom_batching.sequential_vmap
+    def call(*args: Any) -> Any:
+        return jax.lax.platform_dependent(
+            *args, tpu=partial(run, interpret=False), default=partial(run, interpret=True)
+        )
+
+    return call(*args)

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.kda.inputs import Parameters, Segments, compute_dtype, l2_normalise, log_decay
 
+CHUNK = 32  # rows of a step of the scan over states
 STRIP = 16  # rows that are solved together; they share their middle row as the reference of their exponents
 MIDDLE = STRIP // 2
 LARGEST_EXPONENT = 64.0  # leaves 1e-10 for the size of a cotangent before float32 flushes its product to zero
@@ -289,26 +290,73 @@ def forward(
     parameters: Parameters,
     segments: Segments | None,
     *,
-    chunk: int = 32,
+    chunk: int = CHUNK,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """As `reference.forward`, `chunk` tokens at a time: 16 times a power of two.
 
     64 halves the steps of the scan and adds matmul work inside the chunk: slower on a CPU at K = 48 and 64.
     """
+    static, inputs, rows = _cut_inputs(Tokens(q, k, v, gate, beta), parameters, segments, chunk)
+    output, state = _chunked(static, inputs, initial_state.astype(compute_dtype(q)), rows)
+    return _uncut(output, v), state
+
+
+def forward_with_states(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    gate: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    initial_state: Float[Array, "B H K V"],
+    parameters: Parameters,
+    segments: Segments | None,
+    *,
+    states_every: int,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"], Float[Array, "B N H K V"]]:
+    """As `reference.forward_with_states`; differentiation keeps more than that of `forward`."""
+    static, inputs, rows = _cut_inputs(Tokens(q, k, v, gate, beta), parameters, segments, CHUNK)
+    output, state, saved = _run(_chunks(static, rows, inputs), initial_state.astype(compute_dtype(q)))
+    after, step = jnp.concatenate([saved.before[1:], state[None]]), states_every // CHUNK
+    states = after[step - 1 : q.shape[1] // states_every * step : step]
+    return _uncut(output, v), state, jnp.moveaxis(states, 0, 1)
+
+
+def chunks_of(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    gate: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    parameters: Parameters,
+    segments: Segments | None,
+    *,
+    chunk: int,
+) -> Chunks:
+    """What every `chunk` tokens do to a state, as `forward` has it."""
+    static, inputs, rows = _cut_inputs(Tokens(q, k, v, gate, beta), parameters, segments, chunk)
+    return _chunks(static, rows, inputs)
+
+
+def _cut_inputs(
+    tokens: Tokens, parameters: Parameters, segments: Segments | None, chunk: int
+) -> tuple[Static, Inputs, Rows | None]:
     a_log, dt_bias, lower_bound, scale = parameters
     if -lower_bound * MIDDLE > LARGEST_EXPONENT:
         lowest = -LARGEST_EXPONENT / MIDDLE
         raise NotImplementedError(f"kda's xla body needs lower_bound >= {lowest}, not {lower_bound}: use 'reference'")
-    batch, length = q.shape[:2]
+    batch, length = tokens.q.shape[:2]
     padding = -length % chunk
     if padding and segments is None:
         segments = Segments(jnp.ones((batch, length), bool), jnp.zeros((batch, length), jnp.int32))
-    tokens = Tokens(*(_cut(x, padding) for x in (q, k, v, gate, beta)))
     rows = None if segments is None else _rows(segments, padding)
     static = Static(lower_bound, scale, doublings=(chunk // STRIP).bit_length() - 1)
-    output, state = _chunked(static, Inputs(tokens, a_log, dt_bias), initial_state.astype(compute_dtype(q)), rows)
-    output = jnp.transpose(output, (1, 0, 3, 2, 4)).reshape(batch, length + padding, *v.shape[2:])
-    return output[:, :length].astype(v.dtype), state
+    return static, Inputs(Tokens(*(_cut(x, padding) for x in tokens)), a_log, dt_bias), rows
+
+
+def _uncut(output: Float[Array, "N B H C V"], v: Float[Array, "B T H V"]) -> Float[Array, "B T H V"]:
+    """Rows in order, in `v`'s length and dtype."""
+    output = jnp.transpose(output, (1, 0, 3, 2, 4)).reshape(v.shape[0], -1, *v.shape[2:])
+    return output[:, : v.shape[1]].astype(v.dtype)
 
 
 def _cut(x: Array, padding: int, mode: str = "constant") -> Array:

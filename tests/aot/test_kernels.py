@@ -53,7 +53,7 @@ def test_cycles_grow_with_the_trips_of_a_real_loop(topology, tmp_path):
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES[1:])
-@pytest.mark.parametrize("case", ["kda_fwd_h8_t4096", "kda_decode_b256_h96"])
+@pytest.mark.parametrize("case", ["kda_fwd_bwd_h8_t4096", "kda_decode_b256_h96"])
 def test_kda_compiles_for_other_chips(case, topology, row_of):
     assert row_of(case, topology)["cycles"] > 0
 
@@ -64,6 +64,7 @@ def test_kda_compiles_for_other_chips(case, topology, row_of):
         ("kda_fwd_h8_t4096", 3.6),
         ("kda_fwd_h16_t4096", 3.3),
         ("kda_fwd_h96_t4096", 3.3),
+        ("kda_fwd_bwd_h8_t4096", 9.2),
         ("kda_decode_b256_h96", 78),
     ],
 )

@@ -50,6 +50,12 @@ def test_the_kernels_stand_alone():
     assert foreign_imports(files, {"pallas_kernels", "jax", "numpy", "jaxtyping"}) == []
 
 
+def test_the_sharding_stands_alone():
+    files = sorted((ROOT / "sharding").rglob("*.py"))
+    assert files
+    assert foreign_imports(files, {"sharding", "jax", "numpy", "jaxtyping"}) == []
+
+
 def test_the_reference_shares_no_code_with_what_it_checks():
     assert foreign_imports([ROOT / "k3jax/reference.py"], {"k3jax.config", "jax", "jaxtyping"}) == []
 

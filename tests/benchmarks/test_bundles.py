@@ -51,6 +51,14 @@ def test_bundles_are_multiplied_by_the_trips_of_their_loops():
     assert schedule.cycles == sum(schedule.runs)
 
 
+def test_loops_with_traced_bounds_run_as_often_as_the_case_says():
+    traced = BUNDLES.replace("%s12_s1, 5", "%s12_s1, %s9_s9").replace("%s21_s2, 8", "%s21_s2, %s8_s8")
+    trips = iter((7, 2, 9))  # the inner loop ends first
+    schedule = read_schedule(traced, utilisation(), branch_delay=2, traced_trips=trips)
+    assert set(schedule.loops) == {Loop(3, 6, 7), Loop(2, 10, 2)}
+    assert [*trips] == [9]  # for the program's next kernel
+
+
 def test_slots_are_counted_as_often_as_their_bundles_run():
     used = read(slots=utilisation(used="VALU")).slot_cycles()
     assert used["VALU"] == read().cycles
@@ -114,7 +122,7 @@ def test_a_wrong_command_says_what_is_right(arguments, message, capsys):
 
 
 def test_rows_are_printed_and_written(monkeypatch, tmp_path, capsys):
-    row = {"case": "kda_fwd_h8_t4096", "cycles": 1234, "cycles_per_unit": 0.04, "hbm_bytes": 5e6}
+    row = {"case": "kda_fwd_h8_t4096", "body": "tpu", "cycles": 1234, "cycles_per_unit": 0.04, "hbm_bytes": 5e6}
     row["utilisation"] = dict.fromkeys(SLOTS, 0.5)
     monkeypatch.setattr(static_cycles, "measure", lambda kernel, case, topology: row)
     assert static_cycles.main(["kda_fwd_h8_t4096", "--json", str(tmp_path / "rows.json")]) == 0

@@ -78,8 +78,10 @@ def tensors(small: ModelConfig) -> Tensors:
 def make(tmp_path: Path, small: ModelConfig) -> Callable[..., Path]:
     """make(tensors, config=small, shards=2) writes a checkpoint and returns its directory."""
 
-    def make_checkpoint(tensors: Tensors, config: ModelConfig = small, *, shards: int = 2) -> Path:
-        return write(tmp_path / "checkpoint", config, tensors, shards=shards)
+    def make_checkpoint(
+        tensors: Tensors, config: ModelConfig = small, *, shards: int = 2, name: str = "checkpoint"
+    ) -> Path:
+        return write(tmp_path / name, config, tensors, shards=shards)
 
     return make_checkpoint
 

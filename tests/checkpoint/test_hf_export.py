@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.checkpoint import hf_export
-from k3jax.checkpoint.hf_export import hf_tensors, save_hf
+from k3jax.checkpoint.hf_export import ModelSource, hf_tensors, save_hf
 from k3jax.checkpoint.load import abstract_model, load
 from k3jax.checkpoint.names import PREFIX
 from k3jax.checkpoint.orbax_io import named_leaves, with_leaves
+from k3jax.checkpoint.safetensors_dir import CheckpointError
 from k3jax.nn.param import split_model, value_and_grad
 
 LAYER = PREFIX + "model.layers."
@@ -98,16 +98,17 @@ def test_a_saved_directory_loads_to_the_same_model(tensors, small, make, tmp_pat
 
 def test_an_interrupted_save_leaves_nothing_that_loads(tensors, make, tmp_path, monkeypatch):
     model = load(make(tensors))
-    written = []
+    read, blocks = ModelSource.read, []
 
-    def fail_at_the_third(tensors, file, **_):
-        file.write_bytes(b"half")
-        written.append(file)
-        if len(written) == 3:
+    def fail_at_last(self, *arguments):
+        blocks.append(arguments)
+        if len(blocks) == 120:
             raise OSError("disk full")
+        return read(self, *arguments)
 
-    monkeypatch.setattr(hf_export, "save_file", fail_at_the_third)
+    monkeypatch.setattr(ModelSource, "read", fail_at_last)
     with pytest.raises(OSError, match="disk full"):
         save_hf(model, tmp_path / "saved")
-    names = sorted(file.name for file in (tmp_path / "saved").iterdir())
-    assert names == ["model-00001-of-000006.safetensors", "model-00002-of-000006.safetensors"]
+    assert list((tmp_path / "saved").glob("model-*.safetensors"))
+    with pytest.raises(CheckpointError, match="holds neither"):
+        load(tmp_path / "saved")

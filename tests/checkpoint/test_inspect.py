@@ -33,14 +33,16 @@ def test_the_released_model_has_its_published_totals(capsys):
 
 
 def test_a_checkpoint_is_described_without_reading_a_tensor(tensors, make, capsys, monkeypatch):
-    vision = {"vision_tower.patch_embed.proj.weight": np.ones(3, np.float32)}
+    vision = {"vision_tower.encoder.blocks.7.wo.weight": np.ones(3, np.float32)}
     directory = make(tensors | vision)
-    monkeypatch.setattr(StoredTensor, "read", None)
+    monkeypatch.setattr(StoredTensor, "read_into", None)
+    monkeypatch.setattr(StoredTensor, "view", None)
     assert main(["inspect", str(directory)]) == 0
     table, totals = printed(capsys)
-    assert totals["tensors"] == f"{len(tensors):,} in 48 families"
-    assert totals["bytes"] == f"{sum(tensor.nbytes for tensor in tensors.values()):,}"
-    assert totals["vision"] == "1 tensors, 12 bytes, not in the table"
+    assert totals["tensors"] == f"{len(tensors) + 1:,} in 49 families"
+    assert totals["bytes"] == f"{sum(tensor.nbytes for tensor in tensors.values()) + 12:,}"
+    assert totals["vision"] == "1 tensors, 3 parameters"
+    assert ["vision_tower.encoder.blocks.{b}.wo.weight", "vision", "1", "3", "F32", "12", "3"] in table
     row = ["block_sparse_moe.experts.{e}.w2.weight_packed", "moe", "12", "32 x 32", "U8", "12,288", "24,576"]
     assert row in table
 

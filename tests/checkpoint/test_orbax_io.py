@@ -1,5 +1,6 @@
 """Checkpoints appear whole, come back exactly, and say by name what does not fit."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from k3jax.checkpoint.orbax_io import Checkpoints, find_step, list_steps, named_leaves, restore_tree, with_leaves
+from k3jax.checkpoint.__main__ import main
+from k3jax.checkpoint.folder import Folder
+from k3jax.checkpoint.load import abstract_model
+from k3jax.checkpoint.orbax_io import (
+    Checkpoints,
+    find_step,
+    list_steps,
+    model_record,
+    named_leaves,
+    restore_tree,
+    with_leaves,
+)
 from k3jax.config import ConfigError
 from k3jax.nn.param import constant, split_model
 
@@ -58,7 +70,7 @@ def test_a_fresh_run_has_nothing_to_restore(tmp_path):
 @pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/2"])
 def test_a_step_is_found_from_the_run_or_below(tmp_path, inside):
     save(tmp_path, 1, 2)
-    assert find_step(tmp_path / inside) == tmp_path / "checkpoints" / "2"
+    assert find_step(tmp_path / inside) == Folder.at(tmp_path / "checkpoints" / "2")
 
 
 def test_saved_values_do_not_follow_a_donated_buffer(tmp_path):
@@ -115,6 +127,24 @@ def test_a_failed_write_is_raised_not_lost(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         save_and_wait(checkpoints)
     assert list_steps(tmp_path / "checkpoints") == []
+
+
+@pytest.mark.parametrize("tree", ["weights", "optimizer"])
+def test_checksums_of_a_saved_state_are_verified_on_demand(tmp_path, tree, small, capsys):
+    model = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), abstract_model(small))
+    moments = {"m": jnp.arange(70_000.0).reshape(700, 100), "half": jnp.ones((3, 5), jnp.bfloat16), "n": jnp.int32(7)}
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    trees = {"weights": model, "optimizer": moments}
+    checkpoints.save(1, trees=trees, records={"model": model_record(small)})
+    checkpoints.close()
+    assert main(["verify", str(tmp_path)]) == 0
+    sums = tmp_path / "checkpoints/1/checksums/metadata"
+    noted = json.loads(sums.read_text())
+    name = next(iter(noted[tree]))
+    noted[tree][name] ^= 4  # as if the array had changed since
+    sums.write_text(json.dumps(noted))
+    assert main(["verify", str(tmp_path)]) == 1
+    assert f"checkpoints/1/{tree}: {name}: other bytes than were saved" in capsys.readouterr().out
 
 
 def save_and_wait(checkpoints: Checkpoints) -> None:

@@ -231,6 +231,26 @@ def test_one_piece_equals_five_uneven_pieces(implementation):
     assert_agrees((np.concatenate(outputs, 1), state), map(np.asarray, whole))
 
 
+@pytest.mark.parametrize("every", [64, 128])
+@pytest.mark.parametrize("implementation", BODIES)
+def test_states_at_boundaries_are_those_of_the_prefixes(implementation, every):
+    arguments = make(200, 0.9, "bursts", batch=2)
+    ids = np.stack([np.repeat([0, 1, -1, 2], [50, 60, 30, 60]), np.zeros(200, int)])
+    forward = functools.partial(kda, lower_bound=LOWER_BOUND, implementation=implementation, states_every=every)
+    output, state, states = jax.jit(forward)(**arguments, segment_ids=ids)
+    assert states.shape[1] == 200 // every
+    assert_agrees((output, state), oracle(**arguments, segment_ids=ids))
+    for i in range(200 // every):
+        stop = (i + 1) * every
+        prefix = {name: x[:, :stop] if name in NAMES[:5] else x for name, x in arguments.items()}
+        assert relative(states[:, i], oracle(**prefix, segment_ids=ids[:, :stop])[1]) < 1e-5
+
+
+def test_boundaries_that_no_body_stops_at_are_refused():
+    with pytest.raises(ValueError, match="states_every=96 must be a positive multiple of 64"):
+        kda(**make(8), lower_bound=LOWER_BOUND, states_every=96)
+
+
 @pytest.mark.parametrize("implementation", BODIES)
 def test_decode_equals_one_step(implementation):
     arguments = make(1, gate="random", batch=3)

@@ -1,6 +1,9 @@
 """KDA's Pallas TPU kernels in interpret mode against the recurrence in float64; bf16 operands round as on the TPU."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.kda import kda, kda_decode, kda_decode_step
-from pallas_kernels.kda.tpu_forward import heads_per_step, windows_for
+from pallas_kernels.kda.tpu_chunk import heads_per_step, windows_for
 from pallas_kernels.short_conv import short_conv
 
 LOWER_BOUND = -5.0
@@ -144,7 +147,7 @@ def test_groups_are_even_divisors(heads, expected):
 
 @pytest.mark.parametrize("heads", [2, 8, 16])
 def test_tuned_windows_let_no_stage_run_before_what_it_reads(heads):
-    first, second = windows_for(heads)
+    first, second = windows_for("forward", heads)
     (_, scores_end, _), (_, inverse_end, _), (_, output_end, _) = first
     (_, _, _), (inverse_start, _, _), (output_start, output_stop, output_power) = second
     assert scores_end <= inverse_start  # the second inverse is of the chunk whose scores the first chunk's stage makes
@@ -192,23 +195,20 @@ def test_one_piece_equals_uneven_pieces():
     assert_within((np.concatenate(outputs, 1), state), map(np.float64, whole), 1e-5, 1e-5)
 
 
-# Transforms and gradients
+def test_states_at_boundaries_are_those_of_the_prefixes():
+    arguments = make(200, 0.9, "bursts", dtype=jnp.float32)
+    ids = np.repeat([0, 1, -1, 2], [50, 60, 30, 60])[None]
+    forward = functools.partial(kda, lower_bound=LOWER_BOUND, implementation="tpu", states_every=64)
+    output, state, states = jax.jit(forward)(**arguments, segment_ids=ids)
+    assert_within((output, state), oracle(**arguments, segment_ids=ids), 1e-4, 1e-4)
+    assert states.shape[1] == 3
+    for i, stop in enumerate((64, 128, 192)):
+        prefix = {name: x[:, :stop] if name in TOKENS else x for name, x in arguments.items()}
+        expected = oracle(**prefix, segment_ids=ids[:, :stop])[1]
+        assert np.linalg.norm(states[:, i] - expected) < 1e-4 * np.linalg.norm(expected)
 
 
-def test_gradients_are_those_of_the_xla_body():
-    arguments = make(70, 0.5, "bursts", dtype=jnp.float32)
-    ids = np.int32([[0] * 30 + [1] * 35 + [-1] * 5])
-
-    def gradients(implementation):
-        def loss(arguments):
-            output, state = kda(**arguments, segment_ids=ids, lower_bound=LOWER_BOUND, implementation=implementation)
-            return jnp.sum(jnp.sin(output)) + jnp.sum(jnp.sin(state))
-
-        return jax.jit(jax.grad(loss))(arguments)
-
-    expected = gradients("xla")
-    for name, x in gradients("tpu").items():
-        assert np.linalg.norm(x - expected[name]) <= 1e-4 * np.linalg.norm(expected[name]), name
+# Transforms
 
 
 def test_works_in_a_checkpointed_scan():
@@ -227,6 +227,35 @@ def test_works_in_a_checkpointed_scan():
     np.testing.assert_allclose(state, twice, rtol=1e-5, atol=1e-5)
 
 
+IN_TWO_SHARDS = """
+import jax, numpy as np, sys
+from functools import partial
+from jax.sharding import AxisType, PartitionSpec
+from pallas_kernels.kda import kda
+
+arguments = dict(np.load(sys.argv[1]))
+shared = {name: arguments.pop(name) for name in ("a_log", "dt_bias")}
+mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+split = PartitionSpec("data")
+
+def forward(arguments):
+    return kda(**arguments, **shared, lower_bound=-5.0, implementation="tpu")
+
+sharded = jax.shard_map(forward, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+np.savez(sys.argv[2], *jax.jit(sharded)(arguments))
+"""
+
+
+def test_works_on_the_shards_of_a_shard_map(tmp_path):
+    arguments = make(64, 0.5, "bursts", dtype=jnp.float32, batch=2)
+    np.savez(tmp_path / "in.npz", **arguments)
+    devices = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    command = [sys.executable, "-c", IN_TWO_SHARDS, str(tmp_path / "in.npz"), str(tmp_path / "out.npz")]
+    subprocess.run(command, env=os.environ | {"XLA_FLAGS": devices}, check=True)
+    actual = np.load(tmp_path / "out.npz")
+    assert_within([actual[name] for name in actual.files], oracle(**arguments), 1e-4, 1e-4)
+
+
 # Refusals
 
 
@@ -238,6 +267,16 @@ def test_what_the_kernel_does_not_do_is_refused_with_the_numbers():
         kda(**narrow, lower_bound=LOWER_BOUND, implementation="tpu")
     with pytest.raises(NotImplementedError, match=r"lower_bound >= -5\.11, not -6\.0"):
         kda(**arguments, lower_bound=-6.0, implementation="tpu")
+
+
+def test_states_at_boundaries_have_no_gradients():
+    arguments = make(64)
+
+    def loss(v):
+        return jnp.sum(kda(**arguments | {"v": v}, lower_bound=LOWER_BOUND, implementation="tpu", states_every=64)[2])
+
+    with pytest.raises(NotImplementedError, match="no gradients with states_every=64: use 'xla'"):
+        jax.eval_shape(jax.grad(loss), arguments["v"])
 
 
 # Decode

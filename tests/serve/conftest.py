@@ -10,6 +10,9 @@ from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from k3jax.nn.transformer import Transformer
 from k3jax.serve.engine import Engine
 from k3jax.serve.sampler import Logprobs, Sampled, Sampling
+from k3jax.text import Tokenizer
+
+BYTES = Tokenizer.bytes()
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +66,16 @@ class TableEngine:
         self.calls = {"prefill": 0, "decode": 0}
         self.fed: list[tuple[int, tuple[int, ...]]] = []
 
-    def prefill(self, slot: int, tokens: Sequence[int], sampling: Sampling, *, fresh: bool, logprobs: bool) -> Sampled:
+    def prefill(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        *,
+        fresh: bool,
+        logprobs: bool,
+        allowed: np.ndarray | None = None,
+    ) -> Sampled:
         assert 1 <= len(tokens) <= self.prefill_chunk
         assert fresh or self._prompts[slot]
         self.calls["prefill"] += 1
@@ -72,7 +84,9 @@ class TableEngine:
         self._generated[slot] = 0
         return self._sampled([self._next(slot)])
 
-    def decode(self, tokens: np.ndarray, active: np.ndarray, *, logprobs: bool) -> Sampled:
+    def decode(
+        self, tokens: np.ndarray, active: np.ndarray, *, logprobs: bool, allowed: np.ndarray | None = None
+    ) -> Sampled:
         self.calls["decode"] += 1
         for slot in np.flatnonzero(active):
             assert tokens[slot] == self._next(slot), "the token fed must be the one sampled before"
@@ -80,7 +94,7 @@ class TableEngine:
         return self._sampled([self._next(slot) if active[slot] else None for slot in range(self.slots)])
 
     def _next(self, slot: int) -> int | None:
-        reply = self._reply(bytes(self._prompts[slot]))
+        reply = self._reply(BYTES.decode_bytes(self._prompts[slot]))
         if reply is None:
             return None
         return reply[self._generated[slot]] if self._generated[slot] < len(reply) else 257

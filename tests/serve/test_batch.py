@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +10,10 @@ import pytest
 from rich.console import Console
 
 from k3jax.config import ConfigError
-from k3jax.serve.batch import Batch, Summary, make_progress, show
+from k3jax.serve.batch import Batch, Summary, check_input, make_progress, show
 from k3jax.serve.request import Limits
 from k3jax.serve.results import OutputFile
 from k3jax.text import Tokenizer
-
-LIMITS = Limits(max_context=64, default_max_tokens=8, max_top_logprobs=2)
 
 
 def line(custom_id: str, prompt: object, **body: object) -> str:
@@ -22,23 +21,34 @@ def line(custom_id: str, prompt: object, **body: object) -> str:
     return json.dumps(request)
 
 
+def chat(custom_id: str, content: str, **body: object) -> str:
+    request = {"messages": [{"role": "user", "content": content}], "reasoning_effort": "none", **body}
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": request})
+
+
+ASKED = re.compile(rb'role="user"<\|sep\|>(.*?)<\|close\|>', re.DOTALL)
+
+
 def reply(prompt: bytes) -> bytes | None:
+    asked = ASKED.search(prompt)
+    prompt = asked.group(1) if asked else prompt
     return None if prompt == b"nan" else prompt.upper() + b"!"
 
 
 @pytest.fixture
 def serve(table_engine, tmp_path: Path) -> Callable[..., Summary]:
-    def run(lines: list[str | bytes], *, stop_after: int | None = None) -> Summary:
+    def run(lines: list[str | bytes], *, stop_after: int | None = None, max_context: int = 64) -> Summary:
         (tmp_path / "in.jsonl").write_bytes(
             b"".join((x if isinstance(x, bytes) else x.encode()) + b"\n" for x in lines)
         )
         path = tmp_path / "out.jsonl"
         stopping = (lambda: path.read_bytes().count(b"\n") >= stop_after) if stop_after is not None else (lambda: False)
+        check_input(tmp_path / "in.jsonl")
         with OutputFile(path) as output, make_progress(Console(file=io.StringIO())) as progress:
             batch = Batch(
                 engine=table_engine(reply),
                 tokenizer=Tokenizer.bytes(),
-                limits=LIMITS,
+                limits=Limits(max_context=max_context, default_max_tokens=8, max_top_logprobs=2),
                 model_name="tiny",
                 stopping=stopping,
             )
@@ -86,12 +96,15 @@ BAD_LINES = [
     ("{oops", None, "invalid_json_line", 2),
     (line("", "x"), None, "missing_custom_id", 2),
     (json.dumps({"url": "/v1/completions"}), None, "missing_custom_id", 2),
-    (line("good0", "again"), "good0", "duplicate_custom_id", 2),
-    (line("bad", "x").replace("completions", "chat/completions"), "bad", "unsupported_url", None),
+    (line("bad", "x").replace("completions", "nope"), "bad", "unsupported_url", None),
+    (line("bad", "x", stream=True), "bad", "unsupported", None),
+    (line("bad", "x").replace("completions", "chat/completions"), "bad", "invalid_request", None),
+    (chat("bad", "x" * 70), "bad", "context_length_exceeded", None),
     (line("bad", "x" * 70), "bad", "context_length_exceeded", None),
-    (line("bad", "x", n=2), "bad", "unsupported", None),
+    (line("bad", "x", best_of=2), "bad", "unsupported", None),
     (line("bad", "x", temperature=9), "bad", "invalid_request", None),
     (line("bad", "nan"), "bad", "non_finite_logits", None),
+    (line("bad", "nan", n=3), "bad", "non_finite_logits", None),
 ]
 
 
@@ -111,6 +124,38 @@ def test_a_bad_line_gets_one_error_record_and_the_batch_goes_on(serve, records, 
             assert failed["response"] is None
             assert failed["error"]["message"].startswith(f"line {number}: ")
     assert (summary.completed, summary.failed, summary.skipped) == (0, 0, 3)
+
+
+def test_a_custom_id_that_comes_twice_is_refused_up_front(serve, tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r"in.jsonl line 3: custom_id 'a' is already line 1's; give each its own"):
+        serve([line("a", "x"), "{oops", line("a", "y")])
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_chat_result_is_openais_batch_form(serve, records) -> None:
+    serve([chat("a", "hey", max_completion_tokens=9, logprobs=True, top_logprobs=1, seed=5)], max_context=400)
+    (record,) = records()
+    assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("a", None, 200)
+    body = record["response"]["body"]
+    assert (body["object"], body["model"], body["seed"]) == ("chat.completion", "tiny", 5)
+    assert body["id"].startswith("chatcmpl-")
+    assert body["usage"]["completion_tokens"] == 5
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    (choice,) = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "HEY!", "reasoning_content": None}
+    assert choice["finish_reason"] == "stop"
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["H", "E", "Y", "!", "[EOS]"]
+
+
+@pytest.mark.parametrize("make", [line, chat])
+def test_a_line_of_several_choices_has_one_record(serve, records, make) -> None:
+    serve([make("a", "one", n=5, max_tokens=9), make("b", "two", max_tokens=9)], max_context=400)
+    by_id = {record["custom_id"]: record["response"]["body"] for record in records()}
+    assert [choice["index"] for choice in by_id["a"]["choices"]] == [0, 1, 2, 3, 4]
+    texts = [choice["text"] if make is line else choice["message"]["content"] for choice in by_id["a"]["choices"]]
+    assert texts == ["ONE!"] * 5
+    assert by_id["a"]["usage"]["completion_tokens"] == 5 * by_id["b"]["usage"]["completion_tokens"]
+    assert len(by_id) == 2
 
 
 def test_a_line_repaired_after_a_run_is_served_by_the_next(serve, records) -> None:
@@ -167,11 +212,11 @@ def test_an_output_that_got_no_record_is_not_left_behind(tmp_path) -> None:
 
 
 def test_show_prints_prompts_with_completions_in_input_order(serve, tmp_path) -> None:
-    lines = [line("b", "second [bold]", max_tokens=20), "{oops", line("a", list(b"first")), line("c", "x", n=3)]
-    serve([*lines, line("a", "repeated")])
+    lines = [line("b", "second [bold]", max_tokens=20), "{oops", line("a", list(b"first")), line("c", "x", best_of=3)]
+    serve([*lines, chat("d", "asked", max_tokens=9)], max_context=400)
     console = Console(file=io.StringIO(), width=100)
     show(tmp_path / "in.jsonl", tmp_path / "out.jsonl", console, tokenizer=Tokenizer.bytes())
     text = console.file.getvalue()
     assert "second [bold]SECOND [BOLD]!" in text
-    assert text.index("second") < text.index("firstFIRST!") < text.index("n = 3 is not supported")
-    assert "repeated" not in text
+    assert text.index("second") < text.index("firstFIRST!") < text.index("best_of = 3 is not supported")
+    assert "user: asked\nASKED!" in text

@@ -78,7 +78,10 @@ def test_logprobs_and_greedy_choices_equal_the_full_forward_pass(engine, model) 
 def test_draws_do_not_depend_on_batch_mates_order_or_slots(engine) -> None:
     submitted = [
         dataclasses.replace(
-            request, sampling=dataclasses.replace(request.sampling, top_p=top_p, temperature=temperature)
+            request,
+            sampling=dataclasses.replace(
+                request.sampling, top_p=top_p, temperature=temperature, min_p=0.01, frequency_penalty=1 - top_p
+            ),
         )
         for request, top_p, temperature in zip(requests(), [1, 0.8, 1, 0.5] * 2, [1.0, 0.7, 1.5, 1.0] * 2, strict=True)
     ]
@@ -87,6 +90,33 @@ def test_draws_do_not_depend_on_batch_mates_order_or_slots(engine) -> None:
     assert tokens(run(engine, submitted[3:] + submitted[:3])) == together
     for request in submitted:
         assert tokens(run(engine, [request]))[request.key] == together[request.key]
+
+
+def test_penalties_see_the_prompt_and_what_was_generated_and_nothing_older(engine) -> None:
+    """Three tokens lead by far; one that has been seen falls behind the others."""
+    leading = {"logit_bias": tuple((token, 100.0) for token in (5, 6, 7)), "temperature": 0.0}
+    for _ in range(2):  # the second round reuses the slots
+        submitted = [
+            dataclasses.replace(request, prompt=(first, 1, 2), max_tokens=3)
+            for first, request in zip((5, 6, 1), requests((9,) * 3, **leading, repetition_penalty=1.1), strict=True)
+        ]
+        for request, drawn in zip(submitted, tokens(run(engine, submitted)).values(), strict=True):
+            unseen = {5, 6, 7} - {request.prompt[0]}
+            assert set(drawn[: len(unseen)]) == unseen
+    (frequency,) = requests((9,), **leading, frequency_penalty=50.0)
+    drawn = tokens(run(engine, [frequency]))["0"]
+    assert set(drawn[:3]) == set(drawn[3:]) == {5, 6, 7}
+
+
+def test_choices_of_one_request_draw_apart(engine) -> None:
+    (base,) = requests((9,), temperature=1.5)
+    one, two = (
+        dataclasses.replace(base, key=f"{choice}", sampling=dataclasses.replace(base.sampling, choice=choice))
+        for choice in range(2)
+    )
+    drawn = tokens(run(engine, [one, two]))
+    assert drawn["0"] != drawn["1"]
+    assert tokens(run(engine, [two]))["1"] == drawn["1"]
 
 
 def test_a_seed_reproduces_a_draw_and_another_changes_it(engine) -> None:

@@ -1,52 +1,64 @@
-"""Every field of a request line: what is accepted, and the message where it is not."""
+"""Every field of a plain completion's line: what is accepted, and the message where it is not; fuzzing of lines."""
 
 import json
+import random
+import time
 
 import pytest
 
-from k3jax.serve.request import Completion, Limits, RequestError, parse_completion_request, parse_line
+from k3jax.serve.batch import parse_request
+from k3jax.serve.fields import RequestError
+from k3jax.serve.request import Job, Limits, parse_line
+from k3jax.serve.sampler import Sampling
+from k3jax.serve.scheduler import Request
 from k3jax.text import Tokenizer
 
 TOKENIZER = Tokenizer.bytes()
 LIMITS = Limits(max_context=32, default_max_tokens=5, max_top_logprobs=4)
 
 
-def parse(body: object = None, **line: object) -> Completion:
+def parse(body: object = None, **line: object) -> Job:
     whole = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body, **line}
-    parsed = parse_line(json.dumps(whole).encode())
-    return parse_completion_request(parsed, tokenizer=TOKENIZER, limits=LIMITS)
+    return parse_request(parse_line(json.dumps(whole).encode()), tokenizer=TOKENIZER, limits=LIMITS)
+
+
+def request_of(body: object, **line: object) -> Request:
+    (request,) = parse(body, **line).requests
+    return request
 
 
 def test_a_full_request() -> None:
-    completion = parse(
-        {
-            "model": "any",
-            "prompt": "héy",
-            "max_tokens": 7,
-            "temperature": 0.5,
-            "top_p": 0.9,
-            "top_k": 4,
-            "seed": -3,
-            "stop": ["x", "yz"],
-            "logprobs": 2,
-            "user": "me",
-        }
-    )
-    request = completion.request
-    assert request.prompt == tuple("héy".encode())
-    assert (request.key, request.max_tokens, request.top_logprobs) == ("a", 7, 2)
-    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k, request.sampling.seed) == (
-        0.5,
-        0.9,
-        4,
-        -3,
-    )
-    assert (completion.stops, request.stop_ids) == (("x", "yz"), {257, 258})
+    sampling = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 4,
+        "min_p": 0.1,
+        "presence_penalty": -1.5,
+        "frequency_penalty": 2,
+        "repetition_penalty": 1.1,
+        "seed": -3,
+    }
+    others = {
+        "model": "any",
+        "prompt": "héy",
+        "max_tokens": 7,
+        "stop": ["x", "yz"],
+        "logprobs": 2,
+        "user": "me",
+        "n": 2,
+    }
+    job = parse({**sampling, **others, "logit_bias": {"5": -100, "511": 1.5}})
+    assert (job.custom_id, job.stops, job.thinking) == ("a", ("x", "yz"), None)
+    assert [request.key for request in job.requests] == ["0/a", "1/a"]
+    for choice, request in enumerate(job.requests):
+        assert request.prompt == tuple("héy".encode())
+        assert (request.max_tokens, request.top_logprobs, request.stop_ids) == (7, 2, {257, 258})
+        assert request.sampling == Sampling(**sampling, logit_bias=((5, -100.0), (511, 1.5)), choice=choice)
 
 
 def test_defaults_are_openais_and_the_recipes() -> None:
-    request = parse({"prompt": "x"}).request
-    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (1.0, 1.0, 0)
+    request = request_of({"prompt": "x"})
+    assert request.sampling == Sampling(seed=request.sampling.seed)
     assert (request.max_tokens, request.top_logprobs) == (5, None)
 
 
@@ -59,17 +71,17 @@ def test_null_is_absent_and_neutral_values_of_unsupported_fields_pass() -> None:
 
 
 def test_the_seed_of_a_request_without_one_is_fixed_by_its_custom_id() -> None:
-    seeds = [parse({"prompt": "x"}, custom_id=name).request.sampling.seed for name in ("a", "b", "a")]
+    seeds = [request_of({"prompt": "x"}, custom_id=name).sampling.seed for name in ("a", "b", "a")]
     assert seeds[0] == seeds[2] != seeds[1]
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 511], [[1, 2, 511]]])
 def test_token_prompts_are_taken_as_they_are(prompt: list) -> None:
-    assert parse({"prompt": prompt}).request.prompt == (1, 2, 511)
+    assert request_of({"prompt": prompt}).prompt == (1, 2, 511)
 
 
 def test_a_text_prompt_holds_no_specials() -> None:
-    assert parse({"prompt": ["[EOS]"]}).request.prompt == tuple(b"[EOS]")
+    assert request_of({"prompt": ["[EOS]"]}).prompt == tuple(b"[EOS]")
 
 
 @pytest.mark.parametrize(
@@ -109,15 +121,34 @@ def test_a_text_prompt_holds_no_specials() -> None:
         ({"prompt": "x", "logprobs": 5}, "logprobs", "logprobs = 5: must be a whole number from 0 to 4"),
         ({"prompt": "x", "logprobs": True}, "logprobs", "logprobs = true"),
         ({"prompt": "x", "model": 3}, "model", "model = 3: must be a string"),
-        ({"prompt": "x", "n": 2}, "n", "n = 2 is not supported; leave it out"),
-        ({"prompt": "x", "n": True}, "n", "n = true is not supported"),
+        ({"prompt": "x", "n": True}, "n", "n = true: must be a whole number from 1 to 128"),
+        ({"prompt": "x", "n": 0}, "n", "n = 0: must be a whole number from 1 to 128"),
+        (
+            {"prompt": "x", "presence_penalty": 2.5},
+            "presence_penalty",
+            "presence_penalty = 2.5: must be a number from -2",
+        ),
+        ({"prompt": "x", "frequency_penalty": "1"}, "frequency_penalty", 'frequency_penalty = "1": must be a number'),
+        (
+            {"prompt": "x", "repetition_penalty": 0},
+            "repetition_penalty",
+            "repetition_penalty = 0: must be a number from",
+        ),
+        ({"prompt": "x", "min_p": 1.5}, "min_p", "min_p = 1.5: must be a number from 0 to 1"),
+        ({"prompt": "x", "logit_bias": {"512": 1}}, "logit_bias", "an object of at most 300 token ids below 512"),
+        ({"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias", "an object of at most 300 token ids below 512"),
+        ({"prompt": "x", "logit_bias": {"٣": 1}}, "logit_bias", "an object of at most 300 token ids below 512"),
+        ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias", "each with a number from -100 to 100"),
+        ({"prompt": "x", "logit_bias": [5]}, "logit_bias", r"logit_bias = \[5\]: must be an object"),
+        (
+            {"prompt": "x", "logit_bias": {str(i): 1 for i in range(301)}},
+            "logit_bias",
+            "an object of at most 300 token",
+        ),
         ({"prompt": "x", "best_of": 3}, "best_of", "best_of = 3 is not supported"),
         ({"prompt": "x", "echo": True}, "echo", "echo = true is not supported"),
         ({"prompt": "x", "stream": True}, "stream", "stream = true is not supported"),
         ({"prompt": "x", "suffix": "y"}, "suffix", 'suffix = "y" is not supported'),
-        ({"prompt": "x", "presence_penalty": 0.5}, "presence_penalty", "presence_penalty = 0.5 is not supported"),
-        ({"prompt": "x", "frequency_penalty": -1}, "frequency_penalty", "frequency_penalty = -1 is not supported"),
-        ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias", "logit_bias = {'5': 1} is not supported"),
         ({"prompt": "x", "temprature": 1}, "temprature", "unknown field 'temprature'; did you mean 'temperature'?"),
         ({"prompt": "x", "qqq": 1}, "qqq", "unknown field 'qqq'$"),
         ([], "body", "body must be a JSON object, not a list"),
@@ -134,8 +165,7 @@ def test_a_bad_body_is_refused_by_name(body: object, param: str, message: str) -
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"url": "/v1/chat/completions"}, "url '/v1/chat/completions': chat completions are not supported yet"),
-        ({"url": "/v1/nope"}, "url '/v1/nope': no such endpoint; supported: /v1/completions"),
+        ({"url": "/v1/nope"}, "url '/v1/nope': no such endpoint; supported: /v1/completions, /v1/chat/completions"),
         ({"url": None}, "url None: no such endpoint"),
         ({"method": "GET"}, "method 'GET': must be 'POST'"),
     ],
@@ -164,3 +194,81 @@ def test_a_line_that_names_no_request_is_refused(raw: bytes, code: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_line(raw)
     assert caught.value.code == code
+
+
+SEED_LINES = [
+    {"prompt": "x", "stop": ["a"], "logit_bias": {"5": 1}, "seed": 3, "n": 2},
+    {"prompt": [1, 2], "logprobs": 1, "temperature": 0.5, "max_tokens": 3},
+    {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        "tools": [{"function": {"name": "f"}}],
+    },
+    {
+        "messages": [
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "1", "content": "r", "name": "f"},
+        ],
+        "reasoning_effort": "none",
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},
+        "chat_template_kwargs": {"thinking": True},
+        "top_logprobs": 1,
+        "tool_choice": "none",
+    },
+]
+VALUES = [
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    1e300,
+    10**30,
+    "",
+    "x",
+    "none",
+    "low",
+    "\ud800",
+    [],
+    [[]],
+    ["x"],
+    {},
+    {"a": 1},
+    {"5": 2},
+]
+
+
+def mutated(rng: random.Random, value: object, depth: int = 0) -> object:
+    """`value` with parts of it exchanged for something of another kind."""
+    if depth and rng.random() < 0.08:
+        return rng.choice(VALUES)
+    if isinstance(value, dict):
+        return {
+            (rng.choice(["", "name", "type"]) if rng.random() < 0.03 else key): mutated(rng, part, depth + 1)
+            for key, part in value.items()
+        }
+    return [mutated(rng, part, depth + 1) for part in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("seconds", [3, pytest.param(600, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+def test_fuzzed_lines_give_a_job_or_one_clear_error(seconds: int) -> None:
+    limits = Limits(max_context=2048, default_max_tokens=5, max_top_logprobs=4)
+    rng, deadline, jobs, errors = random.Random(0), time.monotonic() + seconds, 0, 0
+    while time.monotonic() < deadline:
+        body = rng.choice(SEED_LINES)
+        url = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        line = {"custom_id": "a", "method": "POST", "url": url, "body": body}
+        raw = json.dumps(mutated(rng, line)).encode()
+        if rng.random() < 0.3:
+            place = rng.randrange(len(raw))
+            raw = raw[:place] + bytes(rng.choices(b'{}[]",:\\x0123e-\xff\xc3', k=rng.randint(0, 3))) + raw[place + 1 :]
+        try:
+            job = parse_request(parse_line(raw), tokenizer=TOKENIZER, limits=limits)
+        except RequestError as error:
+            errors += 1
+            message = str(error)
+            json.dumps([error.code, error.param])
+        else:
+            jobs, message = jobs + 1, ""
+            assert all(0 <= token < 512 for token in job.requests[0].prompt)
+        assert "\n" not in message, raw
+    assert jobs > 20 < errors

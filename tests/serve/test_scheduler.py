@@ -76,10 +76,19 @@ def test_a_released_request_sends_nothing_more_and_its_slot_is_reused(table_engi
     assert text(events["b"]) == b"bbbbb"
 
 
+def test_a_request_can_be_released_while_it_waits(table_engine) -> None:
+    scheduler = Scheduler(table_engine(lambda prompt: prompt, slots=1))
+    first, second, third = request("a"), request("b"), request("c")
+    for one in (first, second, third):
+        scheduler.submit(one)
+    scheduler.release(second)
+    assert set(drain(scheduler)) == {"a", "c"}
+
+
 def test_logits_that_are_not_finite_end_one_request_only(table_engine) -> None:
     scheduler = Scheduler(table_engine(lambda prompt: None if prompt == b"bad" else b"ok"))
     for prompt in ("fine", "bad", "good"):
         scheduler.submit(request(prompt))
     events = drain(scheduler)
-    assert [(e.token, e.finish) for e in events["bad"]] == [(None, "error")]
+    assert [(e.token, e.finish, e.error.code) for e in events["bad"]] == [(None, "error", "non_finite_logits")]
     assert text(events["fine"]) == text(events["good"]) == b"ok"

@@ -25,12 +25,19 @@ def folder(model, tmp_path_factory) -> Path:
     checkpoints.close()
     (folder / "serve.yaml").write_text(RECIPE)
     (folder / "in.jsonl").write_text("".join(request(i) for i in range(60)))
+    (folder / "twice.jsonl").write_text(request(1) * 2)
     return folder
 
 
 def request(index: int) -> str:
-    body = {"prompt": [1 + index % 50, *range(index % 20)], "max_tokens": 70, "temperature": 1.0, "logprobs": 1}
-    line = {"custom_id": f"id{index}", "method": "POST", "url": "/v1/completions", "body": body}
+    """Every seventh line is a chat, which fills the context; others differ in prompt, penalties and choices."""
+    url, body = "/v1/completions", {"prompt": [1 + index % 50, *range(index % 20)], "max_tokens": 70, "logprobs": 1}
+    if index % 7 == 3:
+        user = {"role": "user", "content": f"{index}"}
+        url, body = "/v1/chat/completions", {"messages": [user], "reasoning_effort": "none", "logprobs": True}
+    body |= {"frequency_penalty": 0.5, "logit_bias": {"7": 3}} if index % 5 == 1 else {}
+    body |= {"n": 2} if index % 11 == 1 else {}
+    line = {"custom_id": f"id{index}", "method": "POST", "url": url, "body": {"temperature": 1.0, **body}}
     return json.dumps(line) + "\n"
 
 
@@ -39,10 +46,10 @@ def arguments(folder: Path, **changed: str) -> list[str]:
     return [part for name, value in paths.items() for part in (f"--{name}", str(folder / value))]
 
 
-def choices(path: Path) -> dict[str, dict]:
+def choices(path: Path) -> dict[str, list[dict]]:
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({record["custom_id"] for record in records}) == len(records)
-    return {record["custom_id"]: record["response"]["body"]["choices"][0] for record in records}
+    return {record["custom_id"]: record["response"]["body"]["choices"] for record in records}
 
 
 def start(root: Path, arguments: list[str]) -> subprocess.Popen:
@@ -106,6 +113,7 @@ def main(root: Path, monkeypatch):
         ({}, ["mesh.data=2"], "serving runs on one device"),
         ({"input": "none.jsonl"}, [], "none.jsonl: cannot be read (No such file or directory)"),
         ({"input": "run"}, [], "run: cannot be read (Is a directory)"),
+        ({"input": "twice.jsonl"}, [], "twice.jsonl line 2: custom_id 'id1' is already line 1's; give each its own"),
         ({"input": "/dev/null"}, [], "/dev/null: must be a regular file"),
         ({"output": "/dev/full"}, [], "/dev/full: must be a regular file"),
         ({"output": "none/out.jsonl"}, [], "none/out.jsonl: cannot be written (No such file or directory)"),
@@ -124,7 +132,24 @@ def test_a_mistake_gets_one_line_and_exit_code_2(main, folder, golden, capsys, c
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("serve.py: ")
     assert message in error
-    assert not (folder / "new.jsonl").exists()
+    assert not list(folder.glob("new.jsonl*"))
+
+
+def test_a_rerun_with_another_recipe_is_refused_before_anything_is_written(main, folder, capsys, monkeypatch) -> None:
+    def interrupted(batch, *arguments):
+        batch_output = arguments[1]
+        batch_output.write({"id": "batch_req_1", "custom_id": "id0", "response": None, "error": None})
+        batch.summary.interrupted = True
+        return batch.summary
+
+    monkeypatch.setattr("k3jax.serve.run.Engine", lambda *arguments, **options: None)
+    monkeypatch.setattr("k3jax.serve.run.Batch.run", interrupted)
+    assert main(*arguments(folder, output="kept.jsonl")) == 75
+    kept = (folder / "kept.jsonl").read_bytes()
+    capsys.readouterr()
+    assert main(*arguments(folder, output="kept.jsonl"), "max_context=95") == 2
+    assert "kept.jsonl: its results were made with max_context = 96, now 95; name another" in capsys.readouterr().err
+    assert (folder / "kept.jsonl").read_bytes() == kept
 
 
 def test_help_says_what_a_request_and_a_result_are(main, capsys) -> None:
@@ -147,7 +172,8 @@ def test_serving_imports_no_training() -> None:
 
 def test_the_example_batch_and_the_recipes_are_valid(root: Path) -> None:
     from k3jax.config import ServeRun, load_run
-    from k3jax.serve.request import Limits, parse_completion_request, parse_line
+    from k3jax.serve.batch import check_input, parse_request
+    from k3jax.serve.request import Limits, parse_line
     from k3jax.text import Tokenizer
 
     for recipe in sorted((root / "configs" / "serve").glob("*.yaml")):
@@ -156,7 +182,9 @@ def test_the_example_batch_and_the_recipes_are_valid(root: Path) -> None:
     limits = Limits(
         max_context=run.max_context, default_max_tokens=run.default_max_tokens, max_top_logprobs=run.max_top_logprobs
     )
-    lines = (root / "examples" / "prompts.jsonl").read_bytes().splitlines()
-    assert len(lines) == 6
-    for raw in lines:
-        parse_completion_request(parse_line(raw), tokenizer=Tokenizer.bytes(), limits=limits)
+    examples = sorted((root / "examples").glob("*.jsonl"))
+    assert {example.name for example in examples} >= {"prompts.jsonl", "chat.jsonl"}
+    for example in examples:
+        check_input(example)
+        for raw in example.read_bytes().splitlines():
+            parse_request(parse_line(raw), tokenizer=Tokenizer.bytes(), limits=limits)

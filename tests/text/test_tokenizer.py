@@ -15,11 +15,6 @@ from k3jax.text import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def tokenizer(golden: Path) -> Tokenizer:
-    return Tokenizer.from_dir(golden / "chat" / "tokenizer")
-
-
-@pytest.fixture(scope="module")
 def cases(golden: Path) -> dict[str, list[dict]]:
     by_kind: dict[str, list[dict]] = {}
     for case in json.loads((golden / "chat" / "tokenizer.json").read_text())["cases"]:
@@ -81,6 +76,36 @@ def test_generation_config_adds_stop_ids(golden: Path, tmp_path: Path, value: ob
     folder = shutil.copytree(golden / "chat" / "tokenizer", tmp_path / "checkpoint")
     (folder / "generation_config.json").write_text(json.dumps({"max_length": 1048576, "eos_token_id": value}))
     assert Tokenizer.from_dir(folder).stop_ids == {1537, 1538} | ids
+
+
+def test_a_renumbered_table_is_refused_where_the_model_says_otherwise(golden: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(golden / "chat" / "tokenizer", tmp_path / "checkpoint")
+    (folder / "config.json").write_text(json.dumps({"media_placeholder_token_id": 1557}))
+    assert Tokenizer.from_dir(folder).special_id("<|media_pad|>") == 1557
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    table = config["added_tokens_decoder"]
+    for place, entry in enumerate([table.pop(key) for key in sorted(table)]):  # the gaps between the names are lost
+        table[str(1536 + place)] = entry
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"media_placeholder_token_id = 1557; a conversion has renumbered"):
+        Tokenizer.from_dir(folder)
+
+
+def test_a_table_unlike_the_releases_is_said(golden: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = shutil.copytree(golden / "chat" / "tokenizer", tmp_path / "checkpoint")
+    Tokenizer.from_dir(folder)
+    assert not caplog.records
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"]["1700"] = config["added_tokens_decoder"].pop("1538")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_dir(folder)
+    assert tokenizer.end_of_message_id in tokenizer.stop_ids
+    assert tokenizer.end_of_message_id == 1700
+    assert "specials unlike K3's release: <|end_of_msg|> 1700" in caplog.text
+
+
+def test_another_models_specials_are_plain_text(tokenizer: Tokenizer) -> None:
+    assert max(tokenizer.encode("a<|im_end|>b", specials=True)) < 1536
 
 
 def test_byte_vocabulary_keeps_the_released_offsets() -> None:

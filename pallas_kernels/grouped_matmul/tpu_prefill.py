@@ -1,0 +1,358 @@
+"""The expert MLP of many rows an expert for TPU (Pallas Mosaic): MXFP4 weights are expanded in VMEM, chunk by chunk.
+
+Three kernels: one brings the rows' columns into the order of the weights' layout, one gives situ(w1 x, w3 x) in that
+order, one multiplies by w2 and by the row's weight. A chunk of weights is expanded once for all of an item's rows, in
+one block of instructions with its first product, so that one hides behind the other. An expert takes one of two ways:
+
+- narrow: scales go into the exponents of the codes as float8 e5m2 bytes, half of what the matrix unit has to load;
+  the column's smallest scale multiplies the result. Exact where no column's scales span more than 13 powers of two.
+- wide: codes become bfloat16 and are multiplied by their scale, exact for the scale bytes 2 to 252.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Float, Int
+
+from pallas_kernels.grouped_matmul import blocked
+from pallas_kernels.grouped_matmul.tpu_decode import _bytes, _every_sublane, _unscaled
+from pallas_kernels.grouped_matmul.tpu_matmul import (
+    SUBTILE,
+    TILE,
+    VMEM_LIMIT,
+    Operand,
+    Ref,
+    Shape,
+    Span,
+    by_platform,
+    divisor,
+    ragged_product,
+    subtile_rows,
+    tile_height,
+)
+from pallas_kernels.mx import MXFP4Array
+from pallas_kernels.mx_layout import BLOCK, SUPERBLOCK, minimum_row, scale_rows
+
+LANES, SUBLANES = 128, 8
+LAYOUT_ROWS = 64  # of one step of the kernel that reorders columns
+STEP = 6144  # columns of the matrices of one step of the grid together, at most
+# Columns of a chunk, at most: of one matrix, of each of two. Long blocks of instructions leave less idle at their ends;
+# where other products follow, which hide nothing, short ones do, and compile sooner.
+LONG, SHORT = (1792, 1024), (512, 512)
+
+_MAX_EXPONENT = 8  # of 448, the largest e4m3 element
+_CARRY = 0x007FFFFF - 0x00600000  # with the fraction of 448 it just does not carry
+
+
+class Chunk(NamedTuple):
+    """Columns of every matrix that are expanded together, of `matrices` matrices of this depth, by layout."""
+
+    depth: int
+    columns: int
+    matrices: int
+    words: bool  # the layout "decode_words"
+
+
+class Static(NamedTuple):
+    """Numbers of SiTU, and whether the hidden is rounded to MXFP8."""
+
+    beta: float
+    linear_beta: float
+    quantize: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def expert_ffn(
+    static: Static,
+    rows: Float[Array, "M L"],
+    weights: tuple[MXFP4Array, MXFP4Array, MXFP4Array],
+    group_sizes: Int[Array, " E"],
+    row_weights: Float[Array, " M"] | None,
+) -> Float[Array, "M L"]:
+    """See `pallas_kernels.grouped_matmul.expert_ffn`: bf16 rows; w1, w3, w2 in a decode layout, without gradient."""
+    return by_platform(partial(_expert_ffn, static), rows, weights, group_sizes, row_weights)
+
+
+def _expert_ffn_fwd(static: Static, *arguments: Any) -> tuple[Array, Any]:
+    return expert_ffn(static, *arguments), arguments
+
+
+def _expert_ffn_bwd(static: Static, saved: Any, g: Array) -> tuple[Array, None, None, Array | None]:
+    rows, (w1, w3, w2), group_sizes, row_weights = saved
+
+    def run(rows: Array, row_weights: Array | None) -> Array:
+        return blocked.expert_ffn(
+            rows,
+            w1,
+            w3,
+            w2,
+            group_sizes,
+            row_weights,
+            beta=static.beta,
+            linear_beta=static.linear_beta,
+            quantize_hidden=static.quantize,
+            precision=None,
+        )
+
+    d_rows, d_row_weights = jax.vjp(run, rows, row_weights)[1](g)
+    return d_rows, None, None, d_row_weights
+
+
+expert_ffn.defvjp(_expert_ffn_fwd, _expert_ffn_bwd)
+
+
+def why_not(rows: Array, w1: MXFP4Array) -> str | None:
+    """What keeps the kernels from these rows and widths, in words; None where nothing does."""
+    if rows.dtype != jnp.bfloat16:
+        return f"its kernels for MXFP4 experts read bfloat16 rows, not {rows.dtype}"
+    _, hidden, width = w1.shape
+    if width % SUPERBLOCK or hidden % SUPERBLOCK:
+        return f"its kernels need widths that {SUPERBLOCK} divides, not L={width} and F={hidden}"
+    return None
+
+
+def _expert_ffn(
+    static: Static,
+    rows: Array,
+    weights: tuple[MXFP4Array, ...],
+    group_sizes: Array,
+    row_weights: Array | None,
+    *,
+    interpret: bool,
+) -> Array:
+    (w1, w3, w2), (count, width), (experts, hidden, _) = weights, rows.shape, weights[0].shape
+    height = min(tile_height(count, rows.dtype), SUBTILE if count <= SUBTILE * experts else TILE)
+    shape = Shape(count, experts, hidden, divisor(hidden, STEP // 2), height, min(SUBTILE, height))
+    inputs = [_to_layout(rows, interpret=interpret)]
+    inputs = [_product(inputs, (w1, w3), group_sizes, shape, partial(_situ, static), "up", interpret)]
+    shape = shape._replace(columns=width, width=divisor(width, STEP))
+    if row_weights is not None:
+        inputs.append(row_weights.astype(jnp.float32)[:, None])
+    return _product(inputs, (w2,), group_sizes, shape, _weighted, "down", interpret)
+
+
+def _product(
+    inputs: Sequence[Array],
+    weights: Sequence[MXFP4Array],
+    group_sizes: Array,
+    shape: Shape,
+    finish: Callable[..., Array],
+    name: str,
+    interpret: bool,
+) -> Array:
+    """`finish(products, factors, inputs)` of a subtile: with each matrix, what the columns lack, its other inputs."""
+    depth = weights[0].shape[-1]
+    most = (LONG if shape.height == shape.subtile else SHORT)[len(weights) - 1]
+    chunk = Chunk(depth, divisor(shape.width, most), len(weights), weights[0].layout == "decode_words")
+    narrow = jnp.ones(shape.experts, jnp.int32)
+    operands = []
+    for w in weights:
+        narrow &= w.narrow
+        operands.append(Operand(w.codes, (depth // 2, shape.width), 1))
+        operands.append(Operand(w.scales, (scale_rows(depth), shape.width), 1))
+    columns = chunk.columns * chunk.matrices
+    return ragged_product(
+        inputs,
+        operands,
+        group_sizes,
+        shape=shape,
+        body=partial(_body, shape, chunk, finish, interpret),
+        dtype=jnp.bfloat16,
+        name=f"mxfp4_prefill_{name}",
+        interpret=interpret,
+        scalars=[narrow],
+        scratch=[
+            pltpu.VMEM((depth, columns), jnp.float8_e5m2),
+            pltpu.VMEM((shape.subtile, columns), jnp.float32),
+            pltpu.VMEM((2 * (depth // SUPERBLOCK), columns), jnp.uint32),
+        ],
+    )
+
+
+def _body(
+    shape: Shape,
+    chunk: Chunk,
+    finish: Callable[..., Array],
+    interpret: bool,
+    rows: Span,
+    inputs: Sequence[Ref],
+    weights: Sequence[Ref],
+    write: Callable[..., None],
+    scratch: Sequence[Ref],
+    scalars: Sequence[Array],
+) -> None:
+    """One step of an item; loops of at most one trip choose the way, so that a schedule shows what each costs."""
+    folded, totals, scale_words = scratch
+    (narrow,) = scalars
+
+    @pl.loop(0, shape.width // chunk.columns)
+    def _(index: Array) -> None:
+        columns = pl.ds(pl.multiple_of(index * chunk.columns, LANES), chunk.columns)
+        codes, scales = ([w.at[:, columns] for w in weights[kind::2]] for kind in (0, 1))
+        own = [slice(i * chunk.columns, (i + 1) * chunk.columns) for i in range(chunk.matrices)]
+        matrices = list(zip(codes, scales, [scale_words.at[:, lanes] for lanes in own], strict=True))
+
+        def finished(subtile: Array, products: Sequence[Array], factors: Sequence[Array | float]) -> None:
+            others = [ref[subtile_rows(shape, subtile), :] for ref in inputs[1:]]
+            write(subtile, index * chunk.columns, finish(products, factors, others))
+
+        def multiplied(subtile: Array, tiles: Sequence[Array]) -> list[Array]:
+            x = inputs[0][subtile_rows(shape, subtile), :]
+            return [jnp.dot(x, tile, preferred_element_type=jnp.float32) for tile in tiles]
+
+        @pl.loop(0, narrow)
+        def _(once: Array) -> None:
+            tiles = [_folded(*matrix, chunk.depth, chunk.words, interpret) for matrix in matrices]
+            factors = [_smallest_scale(s[...], chunk.depth) for s in scales]
+            finished(rows.first, multiplied(rows.first, tiles), factors)
+            if shape.height > shape.subtile:
+                folded[...] = jnp.concatenate(tiles, axis=1)
+
+                @pl.loop(rows.first + 1, rows.last)
+                def _(subtile: Array) -> None:
+                    finished(subtile, multiplied(subtile, [folded[:, lanes] for lanes in own]), factors)
+
+        @pl.loop(0, 1 - narrow)
+        def _(once: Array) -> None:
+            for _codes, s, w in matrices:
+                _store_scale_words(s, w, chunk.depth)
+
+            @pl.loop(rows.first, rows.last)
+            def _(subtile: Array) -> None:
+                totals[...] = jnp.zeros_like(totals)
+
+                @pl.loop(0, chunk.depth // SUPERBLOCK)
+                def _(superblock: Array) -> None:
+                    depth = pl.ds(pl.multiple_of(superblock * SUPERBLOCK, SUPERBLOCK), SUPERBLOCK)
+                    x = inputs[0][subtile_rows(shape, subtile), depth]
+                    for (c, _scales, w), lanes in zip(matrices, own, strict=True):
+                        tile = _expanded(c, w, superblock, chunk.words)
+                        totals[:, lanes] += jnp.dot(x, tile, preferred_element_type=jnp.float32)
+
+                finished(subtile, [totals[:, lanes] for lanes in own], [1.0] * chunk.matrices)
+
+
+# ---- weights
+
+
+def _smallest_scale(scales: Array, depth: int) -> Array:
+    """Each column's smallest scale, float32 [1, n]."""
+    row = minimum_row(depth) // 4
+    words = pltpu.bitcast(scales, jnp.uint32)[row : row + 1]
+    return pltpu.bitcast((words & jnp.uint32(0xFF)) << 23, jnp.float32)
+
+
+def _folded(codes: Ref, scales: Ref, exponents: Ref, depth: int, words: bool, interpret: bool) -> Array:
+    """float8 e5m2 [depth, n]: weights over their column's smallest scale, by adding the rest to their exponents."""
+    superblocks = depth // SUPERBLOCK
+    packed = pltpu.bitcast(scales[...], jnp.uint32)[:superblocks]
+    unscaled = _bytes(codes[...], words)
+    exponents[:superblocks] = ((packed & jnp.uint32(0x0F0F0F0F)) + jnp.uint32(0x01010101 * unscaled.rise)) << 2
+    raise_by = []
+    for superblock in range(superblocks):
+        # Byte b of each of the 32 words below holds a code of block b: one word of exponents serves all of them.
+        raise_by += [_every_sublane(exponents, superblock, exponents.shape[1], interpret)] * (
+            SUPERBLOCK // 4 // SUBLANES
+        )
+    return unscaled.floats(unscaled.bits + jnp.concatenate(raise_by, axis=0))
+
+
+def _store_scale_words(scales: Ref, words: Ref, depth: int) -> None:
+    """The scales' bfloat16 bits, two to a word as the codes stand: blocks 0 and 1 of each superblock, then 2 and 3."""
+    superblocks, row = depth // SUPERBLOCK, minimum_row(depth) // 4
+    packed = pltpu.bitcast(scales[...], jnp.uint32)
+    absolute = packed[:superblocks] + (packed[row : row + 1] & jnp.uint32(0xFF)) * jnp.uint32(0x01010101)
+    for i, pair in enumerate((absolute, absolute >> 16)):
+        bits = ((pair & jnp.uint32(0xFF)) << 7) | ((pair & jnp.uint32(0xFF00)) << 15)
+        words[i * superblocks : (i + 1) * superblocks] = bits
+
+
+def _expanded(codes: Ref, scales: Ref, superblock: Array, words: bool) -> Array:
+    """bfloat16 [128, n]: the weights of one superblock, codes times scales."""
+    half = SUPERBLOCK // 2
+    odd = jax.lax.broadcasted_iota(jnp.int32, (half, 1), 0) & 1 != 0
+    even, other = (scales[pl.ds(superblock + i, 1)] for i in (0, scales.shape[0] // 2))
+    factors = jnp.where(odd, other, even)
+    values = _unscaled(codes[pl.ds(pl.multiple_of(superblock * half, half), half), :], words)
+    return values.astype(jnp.bfloat16) * pltpu.bitcast(factors, jnp.bfloat16)
+
+
+# ---- rows
+
+
+def _situ(
+    static: Static, products: Sequence[Array], factors: Sequence[Array | float], inputs: Sequence[Array]
+) -> Array:
+    """The hidden, in the order of the layout: `situ_glu` of products times factors, with three tanh and no division."""
+    (gate, up), (gate_factor, up_factor) = products, factors
+    half = 0.5 * static.beta * static.linear_beta
+    opened = half + half * jnp.tanh(gate * (0.5 * gate_factor))
+    capped = jnp.tanh(gate * (gate_factor * (1 / static.beta)))
+    hidden = opened * capped * jnp.tanh(up * (up_factor * (1 / static.linear_beta)))
+    hidden = hidden.astype(jnp.bfloat16)
+    if static.quantize:
+        hidden = _rounded(hidden)
+    return _in_layout(hidden)
+
+
+def _weighted(products: Sequence[Array], factors: Sequence[Array | float], inputs: Sequence[Array]) -> Array:
+    out = products[0] * factors[0]
+    return out * inputs[0] if inputs else out
+
+
+def _in_layout(x: Array) -> Array:
+    """bfloat16 [m, n] with lane 4 j + b of each 128 being element 32 b + j; two rows move as one word."""
+    words = pltpu.bitcast(x, jnp.int32)
+    lane = jax.lax.broadcasted_iota(jnp.int32, (words.shape[0], LANES), 1)
+    source = BLOCK * (lane & 3) + (lane >> 2)
+    tiles = [words[:, i : i + LANES] for i in range(0, words.shape[1], LANES)]
+    moved = [jnp.take_along_axis(tile, source, axis=1, mode="promise_in_bounds") for tile in tiles]
+    return pltpu.bitcast(jnp.concatenate(moved, axis=1), jnp.bfloat16)
+
+
+def _rounded(x: Array) -> Array:
+    """bfloat16 [m, n] through MXFP8 (e4m3, "ceil"): `mx.fake_quantize_mxfp8` where no scale is subnormal."""
+    tiles = []
+    for i in range(0, x.shape[1], LANES):
+        tile = x[:, i : i + LANES]
+        largest = jnp.abs(tile)
+        for shift in (1, 2, 4, 8, 16):  # lane l gets the largest of l - 31 .. l
+            rolled = pltpu.roll(pltpu.bitcast(largest, jnp.int32), shift, axis=1)
+            largest = jnp.maximum(largest, pltpu.bitcast(rolled, jnp.bfloat16))
+        words = pltpu.bitcast(largest, jnp.int32)
+        last = jax.lax.broadcasted_iota(jnp.int32, words.shape, 1) | (BLOCK - 1)
+        words = jnp.take_along_axis(words, last, axis=1, mode="promise_in_bounds")
+        bits = pltpu.bitcast(pltpu.bitcast(words, jnp.bfloat16).astype(jnp.float32), jnp.int32)
+        # A fraction above that of 448 carries into the exponent.
+        exponent = jnp.maximum(((bits + _CARRY) >> 23) - _MAX_EXPONENT, 1)
+        down, up = (pltpu.bitcast(e << 23, jnp.float32).astype(jnp.bfloat16) for e in (254 - exponent, exponent))
+        tiles.append((tile * down).astype(jnp.float8_e4m3fn).astype(jnp.bfloat16) * up)
+    return jnp.concatenate(tiles, axis=1)
+
+
+def _layout_kernel(x: Ref, out: Ref) -> None:
+    out[...] = _in_layout(x[...])
+
+
+def _to_layout(rows: Array, *, interpret: bool) -> Array:
+    count, width = rows.shape
+    block = min(LAYOUT_ROWS, tile_height(count, rows.dtype))
+    spec = pl.BlockSpec((block, width), lambda i: (i, 0))
+    return pl.pallas_call(
+        _layout_kernel,
+        out_shape=jax.ShapeDtypeStruct(rows.shape, rows.dtype),
+        grid=(pl.cdiv(count, block),),
+        in_specs=[spec],
+        out_specs=spec,
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT, disable_bounds_checks=True),
+        name="mxfp4_prefill_rows",
+        interpret=interpret,
+    )(rows)

@@ -1,0 +1,87 @@
+"""The expert kernels compile at K3's shapes, within their budgets of cycles and bytes."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks.cases.case import shape
+from pallas_kernels.grouped_matmul import expert_ffn
+from pallas_kernels.mx import MXFP4Array, decode_layout
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (make aot installs it)"
+    ),
+]
+
+V7X = "tpu7x:2x2x1"
+
+
+@pytest.mark.parametrize(
+    ("case", "topology", "budget"),
+    [
+        ("mxfp4_decode_r2", V7X, 9_800),
+        ("mxfp4_decode_r4", V7X, 11_100),
+        ("mxfp4_decode_r16", V7X, 12_600),
+        ("mxfp4_decode_words_r16", "v6e:2x2", 17_100),
+        ("mxfp4_decode_words_r16", "v5p:2x2x1", 19_100),
+    ],
+)
+def test_decode_stays_within_its_cycles_per_expert_and_copies_no_weights(case, topology, budget, row_of):
+    row = row_of(case, topology)
+    assert row["cycles_per_unit"] <= budget
+    assert row["temp_bytes"] < 0.05 * row["hbm_bytes"]
+
+
+def test_decode_reads_a_layer_of_a_stack_without_copying_it(compile_on):
+    layers, experts, width, hidden = 3, 56, 3584, 3072
+    outs = [(hidden, width), (hidden, width), (width, hidden)]
+    weights = [
+        jax.eval_shape(decode_layout, MXFP4Array(*(shape(jnp.uint8, layers, experts, n, k // b) for b in (2, 32))))
+        for n, k in outs
+    ]
+
+    def decode(x, weights, sizes):
+        def layer(x, index):
+            own = (w.at_layer(index) for w in weights)
+            return expert_ffn(x, *own, sizes, beta=4.0, linear_beta=25.0, implementation="tpu"), None
+
+        return jax.lax.scan(layer, x, jnp.arange(layers))[0]
+
+    compiled = compile_on(decode, shape(jnp.bfloat16, 4, width), weights, shape(jnp.int32, experts))
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+MATRIX_UNIT = {"matmul": 21_504, "mlp_r128": 16_128, "mlp_r512": 64_512}  # cycles at 2 rows a cycle
+
+
+@pytest.mark.parametrize(
+    ("case", "budget"),
+    [
+        ("gmm_bf16_r512", MATRIX_UNIT["matmul"]),
+        ("gmm_bf16_r512_bwd", 1.25 * 2 * MATRIX_UNIT["matmul"]),
+        ("mxfp4_prefill_r128", 1.1 * MATRIX_UNIT["mlp_r128"]),
+        ("mxfp4_prefill_r512", MATRIX_UNIT["mlp_r512"]),
+        ("mxfp4_prefill_r512_mxfp8", 1.1 * MATRIX_UNIT["mlp_r512"]),
+    ],
+)
+def test_many_rows_stay_near_the_matrix_unit(case, budget, row_of):
+    row = row_of(case, V7X)
+    assert row["cycles_per_unit"] <= budget
+    assert row["temp_bytes"] < 0.1 * row["hbm_bytes"]  # rows in the layout's order and the hidden, no weights
+
+
+@pytest.mark.parametrize(
+    ("case", "topology"),
+    [
+        ("mxfp4_prefill_r128_words", "v6e:2x2"),
+        ("mxfp4_prefill_r128_words", "v5p:2x2x1"),
+        ("gmm_bf16_r512", "v5p:2x2x1"),
+    ],
+)
+def test_many_rows_compile_for_chips_without_float4(case, topology, row_of):
+    assert row_of(case, topology)["cycles"] > 0
