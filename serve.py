@@ -9,9 +9,13 @@ Reads one OpenAI batch request a line and appends one result a line, flushed as 
 
   {"custom_id": "a", "method": "POST", "url": "/v1/completions",
    "body": {"prompt": "def main(", "max_tokens": 64, "temperature": 0}}
+  {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions",
+   "body": {"messages": [{"role": "user", "content": "Hi"}], "reasoning_effort": "low"}}
 
-Body: prompt (a string or a list of token ids), max_tokens, temperature (0 is greedy), top_p, top_k, seed, stop (a
-string or a list), logprobs (0 to max_top_logprobs). A result is {"id", "custom_id", "response", "error"}; "error" is
+Body: prompt (a string or a list of token ids) or messages (with tools, tool_choice, response_format, reasoning_effort:
+none, low, high or max), max_tokens or max_completion_tokens, temperature (0 is greedy), top_p, top_k, min_p,
+presence_penalty, frequency_penalty, repetition_penalty, logit_bias, n, seed, stop (a string or a list), logprobs and
+top_logprobs (up to max_top_logprobs). A result is {"id", "custom_id", "response", "error"}; "error" is
 null for a completion and names what is wrong with a line otherwise. A rerun skips the requests that the output already
 answers, so an interrupted batch goes on where it stopped. key=value overrides the recipe (slots, max_context,
 prefill_chunk, default_max_tokens, max_top_logprobs, dtype).

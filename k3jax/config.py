@@ -230,7 +230,7 @@ class ServeRun:
     slots: int = 8  # sequences decoded together
     max_context: int = 1024  # prompt and completion tokens of one sequence
     prefill_chunk: int = 128  # tokens of one prefill step
-    default_max_tokens: int = 16  # where a request names none (OpenAI's default)
+    default_max_tokens: int = 16  # where a completion names none; a chat gets the rest of the context
     max_top_logprobs: int = 5
     dtype: str = ""  # compute dtype; empty keeps the checkpoint's
     mesh: MeshShape = field(default_factory=MeshShape)
