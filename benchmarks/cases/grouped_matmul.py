@@ -51,8 +51,8 @@ def _prefill(rows: int, layout: Layout, activations: str) -> Program:
     weights = [jax.eval_shape(partial(decode_layout, layout=layout), _mxfp4(FEW, *dims)) for dims in outs]
 
     def prefill(x: Any, w1: Any, w3: Any, w2: Any, sizes: Any, row_weights: Any) -> Any:
-        options: dict[str, Any] = {"beta": 4.0, "linear_beta": 25.0, "implementation": "tpu"}
-        return expert_ffn(x, w1, w3, w2, sizes, row_weights=row_weights, activations=activations, **options)
+        options: dict[str, Any] = {"implementation": "tpu", "activations": activations}
+        return expert_ffn(x, w1, w3, w2, sizes, beta=4.0, linear_beta=25.0, row_weights=row_weights, **options)
 
     tokens = shape(jnp.bfloat16, rows * FEW, WIDTH)
     return prefill, (tokens, *weights, shape(jnp.int32, FEW), shape(jnp.float32, rows * FEW)), ()

@@ -150,7 +150,7 @@ _aligned = _Aligned()
 
 
 def _read_direct(path: str, buffer: np.ndarray, offset: int) -> int:
-    """Fill `buffer` past the page cache, at a quarter of the CPU time; how much it filled, 0 where that is not possible."""
+    """Fill `buffer` past the page cache, in a quarter of the CPU time; how much it filled, 0 where none can be."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except (AttributeError, OSError):  # not Linux, or a file system that always caches

@@ -26,6 +26,7 @@ from k3jax.nn.layer import Layer
 from k3jax.nn.param import island
 from k3jax.nn.plan import EMPTY, Depth, StackPlan
 from pallas_kernels.attn_res import BankRead, read_bank
+from pallas_kernels.mx import MXFP4Array
 
 Stacks = Mapping[str, Layer]
 LIVE = "live"  # name of what the backward pass keeps of each layer
@@ -206,7 +207,7 @@ class _Slots:
         apply = _layer_function(self.input, has_live)
 
         def run(weights: Layer | None, bank: BankRead, live: Array, kept: Any) -> tuple:
-            layer = jax.tree.map(lambda w: w[slot["in_stack"]], self.stack) if weights is None else weights
+            layer = _layer_of(self.stack, slot["in_stack"]) if weights is None else weights
             return apply(layer, bank, live, kept)
 
         def run_or_skip(*operands: Any) -> tuple:
@@ -223,6 +224,12 @@ class _Slots:
         live = checkpoint_name(live, LIVE)
         cache = None if cache is None else cache.write(self.is_mla, slot["in_cache"], kept)
         return (live, has_live | slot["active"], cache), (live, experts) if self.input.collect else None
+
+
+def _layer_of(stack: Layer | None, index: Array) -> Layer:
+    """One layer of a stack; an MXFP4 leaf may stay whole and note the layer, which its kernel reads in place."""
+    is_mxfp4 = lambda w: isinstance(w, MXFP4Array)  # noqa: E731
+    return jax.tree.map(lambda w: w.at_layer(index) if is_mxfp4(w) else w[index], stack, is_leaf=is_mxfp4)
 
 
 def _unstack(stack: Layer) -> list[Layer]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
+import jax
 from rich.console import Console
 
 from k3jax.checkpoint.load import load
@@ -20,6 +22,7 @@ from k3jax.serve.request import Limits
 from k3jax.serve.results import OutputFile
 from k3jax.text import Tokenizer
 from k3jax.text.tokenizer import RANK_FILE
+from pallas_kernels.mx import MXFP4Array, serving_layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,11 +72,20 @@ def serve(run: ServeRun, paths: Paths, *, show_answers: bool = False) -> int:
 
 
 def load_model(checkpoint: Path, dtype: str) -> Transformer:
-    """`k3jax.load`, computing in `dtype` unless that is empty. Raises `ConfigError`."""
+    """`k3jax.load`, computing in `dtype` unless that is empty, with experts as the device's kernels read them.
+
+    Raises `ConfigError`.
+    """
     try:
-        return load(checkpoint, dtype=dtype or None)
+        model = load(checkpoint, dtype=dtype or None)
     except CheckpointError as error:
         raise ConfigError(f"--checkpoint {error}") from error
+    kind = jax.devices()[0].device_kind
+
+    def laid_out(leaf: Any) -> Any:
+        return serving_layout(leaf, kind, "routed experts") if isinstance(leaf, MXFP4Array) else leaf
+
+    return jax.tree.map(laid_out, model, is_leaf=lambda leaf: isinstance(leaf, MXFP4Array))
 
 
 def load_tokenizer(checkpoint: Path, name: str = "") -> Tokenizer:

@@ -109,6 +109,7 @@ def _why_not_layout(w1: Experts, w3: Experts, w2: Experts, layout: Layout) -> st
     return None
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _decode(
     static: tuple[float, float],
     rows: Array,
@@ -120,3 +121,10 @@ def _decode(
     row_weights = jnp.ones(rows.shape[0]) if row_weights is None else row_weights
     run = partial(tpu_decode.expert_ffn, beta=beta, linear_beta=linear_beta)
     return by_platform(run, rows, *weights, group_sizes, row_weights.astype(jnp.float32))
+
+
+def _no_gradient(*_: Any) -> Any:
+    raise NotImplementedError("expert_ffn's decode kernel has no gradient; use implementation='blocked'")
+
+
+_decode.defvjp(_no_gradient, _no_gradient)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -131,13 +132,11 @@ class Shape(NamedTuple):
 
 def _kernel(shape: Shape, body: Body, counts: tuple[int, int, int], *refs: Ref) -> None:
     scalars, inputs, operands = counts
-    work, extra, rest = Work(*refs[:6]), refs[6 : 6 + scalars], refs[6 + scalars :]
-    blocks, weights, out, scratch = (
-        rest[:inputs],
-        rest[inputs:][:operands],
-        rest[inputs + operands],
-        rest[inputs + operands + 1 :],
+    cuts = np.cumsum([len(Work._fields), scalars, inputs, operands, 1])
+    prefetched, extra, blocks, weights, (out,), scratch = (
+        refs[start:end] for start, end in zip([0, *cuts], [*cuts, None], strict=True)
     )
+    work = Work(*prefetched)
     item, step = pl.program_id(0), pl.program_id(1)
     rows = span(work, item, shape.height, shape.subtile)
 
@@ -185,12 +184,12 @@ def ragged_product(
     work, steps, tail = plan(group_sizes, shape.rows, shape.height), shape.steps, shape.experts
 
     def weights_at(axis: int, item: Any, step: Any, *prefetched: Ref) -> tuple[Any, ...]:
-        work = Work(*prefetched[:6])
+        work = Work(*prefetched[: len(Work._fields)])
         column = jnp.where(work.group[item] == tail, steps - 1, step)
         return (work.expert[item], *(column if i == axis else 0 for i in range(2)))
 
     def rows_at(item: Any, step: Any, *prefetched: Ref) -> tuple[Any, ...]:
-        return Work(*prefetched[:6]).tile[item], 0
+        return Work(*prefetched[: len(Work._fields)]).tile[item], 0
 
     row_blocks = [pl.BlockSpec((shape.height, x.shape[1]), rows_at) for x in inputs]
     blocks = [pl.BlockSpec((1, *w.block), partial(weights_at, w.axis)) for w in operands]

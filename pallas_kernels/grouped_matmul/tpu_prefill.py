@@ -113,10 +113,33 @@ def why_not(rows: Array, w1: MXFP4Array) -> str | None:
     """What keeps the kernels from these rows and widths, in words; None where nothing does."""
     if rows.dtype != jnp.bfloat16:
         return f"its kernels for MXFP4 experts read bfloat16 rows, not {rows.dtype}"
-    _, hidden, width = w1.shape
+    experts, hidden, width = w1.shape
     if width % SUPERBLOCK or hidden % SUPERBLOCK:
         return f"its kernels need widths that {SUPERBLOCK} divides, not L={width} and F={hidden}"
+    up, down = _shapes(rows.shape[0], experts, width, hidden)
+    needed = max(_vmem_bytes(up, width, 2), _vmem_bytes(down, hidden, 1))
+    if needed > VMEM_LIMIT:
+        return f"experts of {width} x {hidden} need {needed} bytes of VMEM, of which it takes {VMEM_LIMIT}"
     return None
+
+
+def _shapes(rows: int, experts: int, width: int, hidden: int) -> tuple[Shape, Shape]:
+    """Of the product with w1 and w3, and of that with w2."""
+    height = min(tile_height(rows, jnp.bfloat16), SUBTILE if rows <= SUBTILE * experts else TILE)
+    up = Shape(rows, experts, hidden, divisor(hidden, STEP // 2), height, min(SUBTILE, height))
+    return up, up._replace(columns=width, width=divisor(width, STEP))
+
+
+def _vmem_bytes(shape: Shape, depth: int, matrices: int) -> int:
+    """Two buffers of the blocks of rows, results, codes and scales, and the scratch of `_product`."""
+    rows = 2 * shape.height * (depth + shape.columns)
+    weights = matrices * shape.width * (depth // 2 + scale_rows(depth))
+    columns = matrices * _chunk_columns(shape, matrices)
+    return 2 * (rows + weights) + columns * (depth + 4 * shape.subtile + 8 * (depth // SUPERBLOCK))
+
+
+def _chunk_columns(shape: Shape, matrices: int) -> int:
+    return divisor(shape.width, (LONG if shape.height == shape.subtile else SHORT)[matrices - 1])
 
 
 def _expert_ffn(
@@ -129,14 +152,12 @@ def _expert_ffn(
     interpret: bool,
 ) -> Array:
     (w1, w3, w2), (count, width), (experts, hidden, _) = weights, rows.shape, weights[0].shape
-    height = min(tile_height(count, rows.dtype), SUBTILE if count <= SUBTILE * experts else TILE)
-    shape = Shape(count, experts, hidden, divisor(hidden, STEP // 2), height, min(SUBTILE, height))
+    up, down = _shapes(count, experts, width, hidden)
     inputs = [_to_layout(rows, interpret=interpret)]
-    inputs = [_product(inputs, (w1, w3), group_sizes, shape, partial(_situ, static), "up", interpret)]
-    shape = shape._replace(columns=width, width=divisor(width, STEP))
+    inputs = [_product(inputs, (w1, w3), group_sizes, up, partial(_situ, static), "up", interpret)]
     if row_weights is not None:
         inputs.append(row_weights.astype(jnp.float32)[:, None])
-    return _product(inputs, (w2,), group_sizes, shape, _weighted, "down", interpret)
+    return _product(inputs, (w2,), group_sizes, down, _weighted, "down", interpret)
 
 
 def _product(
@@ -150,8 +171,8 @@ def _product(
 ) -> Array:
     """`finish(products, factors, inputs)` of a subtile: with each matrix, what the columns lack, its other inputs."""
     depth = weights[0].shape[-1]
-    most = (LONG if shape.height == shape.subtile else SHORT)[len(weights) - 1]
-    chunk = Chunk(depth, divisor(shape.width, most), len(weights), weights[0].layout == "decode_words")
+    matrices = len(weights)
+    chunk = Chunk(depth, _chunk_columns(shape, matrices), matrices, weights[0].layout == "decode_words")
     narrow = jnp.ones(shape.experts, jnp.int32)
     operands = []
     for w in weights:

@@ -41,9 +41,7 @@ from pallas_kernels.mx import fake_quantize_mxfp8
 from pallas_kernels.situ import situ_glu
 
 WIDTH = 512  # columns of a forward step
-TRANSPOSED = (
-    256  # columns of a step of d_rows, and rows of its products: turning weights around costs as much as 200 rows
-)
+TRANSPOSED = 256  # columns of a step of d_rows, and rows of its products, where turning weights around costs about 200
 DEEP = 256  # rows of a product of d_W: the depth of the matrix unit
 GRADIENT_TILE = 1792, 1536  # of d_W
 

