@@ -63,7 +63,7 @@ def expert_ffn(
     if why_not_decode(rows, w1, w3, w2, quantize_hidden) is None:
         return _decode((beta, linear_beta), rows, (w1, w3, w2), group_sizes, row_weights)
     static = tpu_prefill.Static(beta, linear_beta, quantize_hidden)
-    return tpu_prefill.expert_ffn(static, rows, (w1.sliced(), w3.sliced(), w2.sliced()), group_sizes, row_weights)
+    return tpu_prefill.expert_ffn(static, rows, (w1, w3, w2), group_sizes, row_weights)
 
 
 def why_not_matmul(rows: Array, experts: Experts) -> str | None:

@@ -108,11 +108,12 @@ Body = Callable[..., None]
 
 
 class Operand(NamedTuple):
-    """Weights [E, ...] of which a step reads `block` of one expert; along `axis` of it lie the step's columns."""
+    """Weights [n, ...]: a step reads `block` of expert e at `base` + e; along `axis` of it lie the step's columns."""
 
     array: Any
     block: tuple[int, ...]
     axis: int
+    base: Any = 0
 
 
 class Shape(NamedTuple):
@@ -132,8 +133,8 @@ class Shape(NamedTuple):
 
 def _kernel(shape: Shape, body: Body, counts: tuple[int, int, int], *refs: Ref) -> None:
     scalars, inputs, operands = counts
-    cuts = np.cumsum([len(Work._fields), scalars, inputs, operands, 1])
-    prefetched, extra, blocks, weights, (out,), scratch = (
+    cuts = np.cumsum([len(Work._fields), 1, scalars, inputs, operands, 1])
+    prefetched, _bases, extra, blocks, weights, (out,), scratch = (
         refs[start:end] for start, end in zip([0, *cuts], [*cuts, None], strict=True)
     )
     work = Work(*prefetched)
@@ -182,22 +183,23 @@ def ragged_product(
 ) -> Array:
     """[M, columns] in `dtype`, from arrays [M, ...] of which a step sees a tile's rows; `scalars` [E] are int32."""
     work, steps, tail = plan(group_sizes, shape.rows, shape.height), shape.steps, shape.experts
+    bases = jnp.stack([jnp.int32(w.base) for w in operands])
 
-    def weights_at(axis: int, item: Any, step: Any, *prefetched: Ref) -> tuple[Any, ...]:
-        work = Work(*prefetched[: len(Work._fields)])
+    def weights_at(operand: int, axis: int, item: Any, step: Any, *prefetched: Ref) -> tuple[Any, ...]:
+        work, bases = Work(*prefetched[: len(Work._fields)]), prefetched[len(Work._fields)]
         column = jnp.where(work.group[item] == tail, steps - 1, step)
-        return (work.expert[item], *(column if i == axis else 0 for i in range(2)))
+        return (bases[operand] + work.expert[item], *(column if i == axis else 0 for i in range(2)))
 
     def rows_at(item: Any, step: Any, *prefetched: Ref) -> tuple[Any, ...]:
         return Work(*prefetched[: len(Work._fields)]).tile[item], 0
 
     row_blocks = [pl.BlockSpec((shape.height, x.shape[1]), rows_at) for x in inputs]
-    blocks = [pl.BlockSpec((1, *w.block), partial(weights_at, w.axis)) for w in operands]
+    blocks = [pl.BlockSpec((1, *w.block), partial(weights_at, i, w.axis)) for i, w in enumerate(operands)]
     return pl.pallas_call(
         partial(_kernel, shape, body, (len(scalars), len(inputs), len(operands))),
         out_shape=jax.ShapeDtypeStruct((shape.rows, shape.columns), dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(work) + len(scalars),
+            num_scalar_prefetch=len(work) + 1 + len(scalars),
             grid=(work.count[0], steps),
             in_specs=[*row_blocks, *blocks],
             out_specs=pl.BlockSpec((shape.height, shape.columns), rows_at),
@@ -206,4 +208,4 @@ def ragged_product(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_LIMIT, disable_bounds_checks=True),
         name=name,
         interpret=interpret,
-    )(*work, *scalars, *inputs, *(w.array for w in operands))
+    )(*work, bases, *scalars, *inputs, *(w.array for w in operands))

@@ -91,9 +91,9 @@ def _expert_ffn_bwd(static: Static, saved: Any, g: Array) -> tuple[Array, None, 
     def run(rows: Array, row_weights: Array | None) -> Array:
         return blocked.expert_ffn(
             rows,
-            w1,
-            w3,
-            w2,
+            w1.sliced(),
+            w3.sliced(),
+            w2.sliced(),
             group_sizes,
             row_weights,
             beta=static.beta,
@@ -176,9 +176,10 @@ def _product(
     narrow = jnp.ones(shape.experts, jnp.int32)
     operands = []
     for w in weights:
-        narrow &= w.narrow
-        operands.append(Operand(w.codes, (depth // 2, shape.width), 1))
-        operands.append(Operand(w.scales, (scale_rows(depth), shape.width), 1))
+        narrow &= w.narrow if w.layer is None else w.narrow[w.layer]
+        base = 0 if w.layer is None else w.layer * shape.experts  # of a stack, whole: a slice would be a copy
+        for leaf, height in ((w.codes, depth // 2), (w.scales, scale_rows(depth))):
+            operands.append(Operand(leaf.reshape(-1, *leaf.shape[-2:]), (height, shape.width), 1, base))
     columns = chunk.columns * chunk.matrices
     return ragged_product(
         inputs,

@@ -670,7 +670,8 @@ def _call(
     """The kernel on an even number of heads and whole blocks of tokens."""
     q, k, gate, beta, dout = tokens
     batch, length, heads, _ = q.shape
-    local = heads_per_step(heads, MAX_HEADS)
+    # float32 operands fill VMEM with half as many heads
+    local = heads_per_step(heads, MAX_HEADS * 2 // saved.values.dtype.itemsize)
     static = Static(
         sequences=batch,
         groups=heads // local,

@@ -23,6 +23,7 @@ from pallas_kernels.kda.inputs import L2_EPS, Parameters, Segments
 from pallas_kernels.kda.tpu_chunk import (
     CHUNK,
     CHUNKS,
+    MAX_HEADS,
     ROWS,
     STRIP,
     VMEM_LIMIT,
@@ -559,14 +560,16 @@ def _call(
     """The kernel on an even number of heads and whole blocks of tokens."""
     *wide, beta = tokens
     batch, length, heads, _ = wide[0].shape
-    local = heads_per_step(heads)
+    operand = operand_dtype(*wide)
+    # float32 operands fill VMEM with half as many heads
+    local = heads_per_step(heads, MAX_HEADS * 2 // operand.itemsize)
     static = Static(
         sequences=batch,
         groups=heads // local,
         heads=local,
         blocks=length // (CHUNK * CHUNKS),
         scale=parameters.scale,
-        operand=operand_dtype(*wide),
+        operand=operand,
         segmented=documents is not None,
         saves=saves,
         every=every,

@@ -1,7 +1,7 @@
 """Paged latent decode for TPU (Pallas Mosaic): every cached token is read once for all heads, in bfloat16 or float8.
 
 A loop runs over rows, inside it one over groups of pages. While the softmax and the weighted sum of one group are made,
-the scores of the next are, too, and the pages of the one after that are on their way in; so it goes on from row to row.
+the scores of the next are, too, and the pages of the two after that are on their way; so it goes on from row to row.
 The new token never waits for its page: it starts the row's online softmax, and its latent goes to the page meanwhile.
 """
 
@@ -24,7 +24,7 @@ LANES = 128
 GROUP = 1024  # tokens that one step of the inner loop reads
 CHUNK = 256  # tokens of one matrix product: the matrix unit's width
 ENTRIES = 200_000  # of a page table that lies in scalar memory (1 MiB)
-BUFFERS = 3  # of groups: one is weighted, one scored, one arrives
+BUFFERS = 3  # of groups: one is weighed, one scored, one arrives
 QUERY_BUFFERS = 3
 TILE = 32  # tokens of a page that a write replaces together: float8's tile, two of bfloat16's
 EXTRA_TILE = 16
@@ -39,7 +39,6 @@ class Static(NamedTuple):
     table_width: int
     group: int  # pages
     page: int
-    pool: int
     rank: int
     factor: float  # of the scores, in units of log 2
     fp8: bool
@@ -365,6 +364,12 @@ def _keep(k: Kernel, scores: list[Array], slot: Array) -> None:
 def _row(k: Kernel, row: Array) -> None:
     groups, ours = k.scalars.groups[row], k.scalars.target[row] >= 0
 
+    # The tiles of this row arrive where those of the row before the last leave from.
+    @pl.when((row >= 2) & (k.scalars.target[jnp.maximum(row - 2, 0)] >= 0))
+    def _() -> None:
+        for copy in _tile_writes(k, row - 2):
+            copy.wait()
+
     @pl.when(ours)
     def _() -> None:
         for copy in _tile_reads(k, row):
@@ -388,11 +393,6 @@ def _row(k: Kernel, row: Array) -> None:
             copy.wait()
 
     _end_row(k, row)
-
-    @pl.when((row >= 2) & (k.scalars.target[jnp.maximum(row - 2, 0)] >= 0))
-    def _() -> None:
-        for copy in _tile_writes(k, row - 2):
-            copy.wait()
 
     @pl.when(ours)
     def _() -> None:
@@ -478,7 +478,7 @@ def paged_decode(
     group = min(GROUP // page, -(-page_table.shape[1] // least) * least)
     table = jnp.where(page_table < pool, page_table, -1)
     table = jnp.pad(table, ((0, 0), (0, -page_table.shape[1] % group)), constant_values=-1)
-    static = Static(rows, table.shape[1], group, page, pool, rank, scale / math.log(2), fp8)
+    static = Static(rows, table.shape[1], group, page, rank, scale / math.log(2), fp8)
 
     position = jnp.maximum(lengths - 1, 0)
     target, offset = paging.locate(pages, page_table, lengths[:, None] - 1)

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.static_cycles import environment
-
 from benchmarks.cases.case import shape
+from benchmarks.static_cycles import environment
 from pallas_kernels.grouped_matmul import expert_ffn
 from pallas_kernels.mx import MXFP4Array, decode_layout
 

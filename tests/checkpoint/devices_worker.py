@@ -1,23 +1,24 @@
 """Saves and restores a sharded state in a process of its own, whose number of devices the test chooses.
 
-`devices_worker.py save|restore RUN_DIR MESH [PROCESS/PROCESSES PORT]`, MESH such as 4x2; `restore` exits 0 where every
-bit is what `save` wrote. `load CHECKPOINT MESH` exits 0 where a model loaded onto the mesh is the one loaded without.
+`devices_worker.py save|restore RUN_DIR MESHES [PROCESS/PROCESSES PORT]`, MESHES such as 4x2 or 2x2,1x1; `restore` exits
+0 where every bit is what `save` wrote. `load CHECKPOINTS MESHES` exits 0 where models loaded onto the meshes are those
+loaded without.
 """
 
 import os
 import sys
 from pathlib import Path
 
-command, run_dir, mesh_text, *rest = sys.argv[1:]
-shape = tuple(int(n) for n in mesh_text.split("x"))
+command, target, meshes, *rest = sys.argv[1:]
+shapes = [tuple(int(n) for n in mesh.split("x")) for mesh in meshes.split(",")]
 process, _, processes = (rest[0] if rest else "0/1").partition("/")
-local = shape[0] * shape[1] // int(processes)
+local = max(data * model for data, model in shapes) // int(processes)
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={local}"
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from jax.sharding import NamedSharding  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from k3jax.checkpoint.load import load  # noqa: E402
@@ -46,7 +47,7 @@ def sharded(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def cut(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+def cut(leaf: jax.Array, mesh: Mesh) -> NamedSharding:
     """The mesh's axes along the first dims that they divide."""
     spec: list[str | None] = [None] * leaf.ndim
     for axis, size in mesh.shape.items():
@@ -56,9 +57,9 @@ def cut(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
     return NamedSharding(mesh, P(*spec))
 
 
-def check_load(path: str) -> None:
+def check_load(path: str, mesh: Mesh) -> None:
     plain = load(path)
-    placed = load(path, shardings=jax.tree.map(cut, plain), param_dtype="float32")
+    placed = load(path, shardings=jax.tree.map(lambda leaf: cut(leaf, mesh), plain), param_dtype="float32")
     shared = 0
     for name, array in named_leaves(placed).items():
         expected = np.asarray(named_leaves(plain)[name])
@@ -69,24 +70,24 @@ def check_load(path: str) -> None:
     assert shared > 20
 
 
-mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-if command == "load":
-    check_load(run_dir)
-    sys.exit()
-checkpoints = Checkpoints(Path(run_dir), keep=2)
-if command == "save":
+def save(run_dir: Path, mesh: Mesh) -> None:
     trees = {
         tree: {name: sharded(value(name, s, d), NamedSharding(mesh, p)) for name, (s, d, p) in leaves.items()}
         for tree, leaves in SPECS.items()
     }
+    checkpoints = Checkpoints(run_dir, keep=2)
     checkpoints.save(5, trees=trees, records={"data": {"position": 17}})
-    checkpoints.wait()
-else:
+    checkpoints.close()
+
+
+def check_restore(run_dir: Path, mesh: Mesh) -> None:
     like = {
         tree: {n: jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, p)) for n, (s, d, p) in leaves.items()}
         for tree, leaves in SPECS.items()
     }
+    checkpoints = Checkpoints(run_dir, keep=2)
     found = checkpoints.restore(like=like, records=("data",))
+    checkpoints.close()
     assert found is not None and found.step == 5 and found.records["data"] == {"position": 17}
     for tree, leaves in SPECS.items():
         for name, (s, d, p) in leaves.items():
@@ -94,4 +95,15 @@ else:
             assert array.sharding == NamedSharding(mesh, p) and array.dtype == d
             for shard in array.addressable_shards:
                 assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes(), (name, shard.index)
-checkpoints.close()
+
+
+for shape in shapes:
+    devices = np.asarray(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
+    mesh = Mesh(devices, ("data", "model"))
+    if command == "load":
+        for path in target.split(","):
+            check_load(path, mesh)
+    elif command == "save":
+        save(Path(target), mesh)
+    else:
+        check_restore(Path(target), mesh)

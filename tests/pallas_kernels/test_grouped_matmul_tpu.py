@@ -205,11 +205,13 @@ def test_mxfp4_mlp_is_as_near_to_float64_as_xla_on_dequantised_weights(case, act
 
 
 @pytest.mark.parametrize("layout", ["decode", "decode_words"])
-def test_several_subtiles_of_a_tile_share_one_expansion(layout):
+def test_several_subtiles_of_a_tile_share_one_expansion_of_a_layer_of_a_stack(layout):
     rng, sizes, two = np.random.default_rng(7), np.array([170, 100]), slice(1, 3)  # a narrow expert and a wide one
     rows, row_weights = jnp.asarray(rng.normal(size=(ROWS, L)), jnp.bfloat16), rng.uniform(0.1, 1, ROWS)
     want = exact_mlp(float64(rows), one_hot(sizes), row_weights, "bf16", two)
-    packed = [jax.tree.map(lambda leaf: jnp.asarray(leaf[two]), decode_layout(w, layout)) for w in mxfp4_experts()]
+    packed = [decode_layout(w, layout) for w in mxfp4_experts()]
+    stacks = [jax.tree.map(lambda leaf: jnp.stack([0 * leaf[two], leaf[two]]), w) for w in packed]
+    packed = [w.at_layer(jnp.int32(1)) for w in stacks]
     got = mlp(rows, packed, jnp.asarray(row_weights, jnp.float32), sizes, body="tpu", activations="bf16")
     for hot in one_hot(sizes).T.astype(bool):
         assert distance(got[hot], want[hot]) < 2**-8

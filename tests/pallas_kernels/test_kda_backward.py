@@ -159,7 +159,7 @@ def test_differentiation_keeps_64_kilobytes_a_head_and_chunk_besides_the_inputs(
 
 
 def test_gradients_in_a_checkpointed_scan_of_a_vmapped_layer():
-    arguments = make(64, 0.5, "bursts", dtype=jnp.float32, batch=2)
+    arguments = make(64, 0.5, "bursts", dtype=jnp.float32, batch=2, heads=10)  # five groups of two
     tokens = {name: arguments[name] for name in TOKENS}
     rest = {name: arguments[name] for name in ("a_log", "dt_bias")}
 
