@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.set_defaults(run=_verify)
 
     for each in (command, export, verify):
-        each.add_argument("--workers", type=int, default=default_workers(), help="pieces handled at a time")
+        each.add_argument("--workers", type=_positive, default=default_workers(), help="pieces handled at a time")
 
     diff = commands.add_parser("diff", help="how far apart two checkpoints' values are, family by family")
     diff.add_argument("first")
@@ -83,9 +83,9 @@ def _export(options: argparse.Namespace) -> int:
     from k3jax.checkpoint.exporter import export_checkpoint
     from k3jax.checkpoint.orbax_tree import OrbaxCheckpoint
 
+    size = _bytes(options.shard_size) if options.shard_size else None
     checkpoint = OrbaxCheckpoint.open(options.source)
     source = Converted(checkpoint, experts=options.experts, weights=options.dtype)
-    size = _bytes(options.shard_size) if options.shard_size else None
     export_checkpoint(source, options.target, workers=options.workers, shard_bytes=size, side=checkpoint.folder)
     return 0
 
@@ -133,6 +133,12 @@ def _inspect(options: argparse.Namespace) -> int:
 def _console() -> Console:
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 1 on")
+    return int(text)
 
 
 def _bytes(text: str) -> int:

@@ -100,6 +100,8 @@ class SafetensorsDir:
     def open(cls, path: str | os.PathLike[str]) -> SafetensorsDir:
         """Read every header; raises `CheckpointError` where files are missing, damaged or disagree with the index."""
         folder = Folder.at(path)
+        if not cls.present(path):
+            raise CheckpointError(f"{os.fspath(path)}: holds neither {INDEX} nor {SINGLE}")
         if not File(folder, INDEX).exists():
             return cls(folder, read_header(File(folder, SINGLE)))
         with _collector_paused():

@@ -15,6 +15,7 @@ from k3jax.nn.norm import RMSNorm
 from k3jax.nn.param import RouterBias, cast, island, matmul_precision, normal, project
 from pallas_kernels.grouped_matmul import expert_ffn
 from pallas_kernels.grouped_matmul.routing import combine_rows, gather_rows, sort_by_expert
+from pallas_kernels.mx import fake_quantize_mxfp8
 
 
 class Router(nnx.Module):
@@ -54,7 +55,7 @@ class LatentMoE(nnx.Module):
         self.up = normal(keys[5], (l, d), ("latent", "embed"), std=l**-0.5, dtype=dtype)
         self.shared = FFN(config, c.shared_width, keys[6], dtype=dtype)
         self.beta, self.linear_beta = config.situ_beta, config.situ_linear_beta
-        self.activations: Any = c.activations
+        self.mxfp8 = c.activations == "mxfp8"
 
     def __call__(
         self, x: Float[Array, "B T D"], *, valid: Bool[Array, "B T"] | None = None
@@ -73,6 +74,7 @@ class LatentMoE(nnx.Module):
         valid: Bool[Array, "B T"] | None,
     ) -> Float[Array, "B T L"]:
         flat, top_k = latent.reshape(-1, latent.shape[-1]), experts.shape[-1]
+        flat = fake_quantize_mxfp8(flat) if self.mxfp8 else flat  # once a token, not once a choice
         routing = sort_by_expert(
             experts.reshape(-1, top_k), self.router.weight.shape[-1], None if valid is None else valid.reshape(-1)
         )
@@ -85,7 +87,7 @@ class LatentMoE(nnx.Module):
             routing.group_sizes,
             beta=self.beta,
             linear_beta=self.linear_beta,
-            activations=self.activations,
+            activations="mxfp8_hidden" if self.mxfp8 else "bf16",
             precision=matmul_precision(latent.dtype),
         )
         return combine_rows(rows, routing, weights.reshape(-1, top_k)).reshape(latent.shape).astype(latent.dtype)

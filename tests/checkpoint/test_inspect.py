@@ -73,6 +73,29 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, capsys):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "a", "b", "--shard-size", "5 parsecs"], "--shard-size 5 parsecs: expected a size such as 5GB"),
+        (["export", "a", "gs://b/c"], "a: no such directory"),
+        (["import", "a", "b", "--host", "4/4"], "--host 4/4: expected INDEX/COUNT"),
+        (["import", "a", "b"], "a: holds neither model.safetensors.index.json nor model.safetensors"),
+    ],
+)
+def test_a_mistake_in_a_conversion_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_no_workers_is_a_mistake(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["verify", "a", "--workers", "0"])
+    assert stopped.value.code == 2
+    assert "--workers: 0: expected a number from 1 on" in capsys.readouterr().err
+
+
 def test_a_damaged_checkpoint_is_one_line_and_exit_code_2(tensors, make, root):
     directory = make(tensors)
     (directory / "model-00002-of-000002.safetensors").unlink()
