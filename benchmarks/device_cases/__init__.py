@@ -4,7 +4,7 @@ import importlib
 
 from benchmarks.device_cases.case import DeviceCase
 
-FAMILIES = ("kda", "mla")
+FAMILIES = ("kda", "mla", "grouped_matmul")
 
 
 def registry() -> dict[str, tuple[DeviceCase, ...]]:

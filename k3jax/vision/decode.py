@@ -54,13 +54,17 @@ def as_rgb(image: Image.Image) -> Image.Image:
     """The image as RGBA where it has transparency of any kind (or a palette), as RGB where not.
 
     Gray of 16 bits is scaled to 8 (its transparent value, if any, is ignored); CMYK, YCbCr, LAB and HSV are converted
-    without colour profiles. Raises `ImageError` for floating-point pixels, which have no white, and for integers out of
-    the range of 16 bits.
+    without colour profiles; an index past the end of its palette is black. Raises `ImageError` for floating-point
+    pixels, which have no white, for integers out of the range of 16 bits, and for indices without any palette.
     """
     if image.mode == "F":
         raise ImageError("an image of floating-point pixels: convert it to 8 or 16 bits")
+    if image.mode == "P" and not image.getpalette():
+        raise ImageError("an image of palette indices without a palette")
     if image.mode.startswith("I"):
         return _gray_of_16_bits(image).convert("RGB")
+    if image.mode == "La":
+        image = image.convert("LA")  # the only conversion that Pillow has for premultiplied gray
     if image.mode == "P" or image.has_transparency_data:
         return image if image.mode == "RGBA" else image.convert("RGBA")
     return image if image.mode == "RGB" else image.convert("RGB")

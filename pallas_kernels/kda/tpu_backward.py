@@ -56,6 +56,7 @@ from pallas_kernels.kda.tpu_forward import Saved
 MAX_HEADS = 8  # of one step: sixteen head-chunks are work enough, and their scratch leaves half of VMEM
 YIELDS = (13, 11, 14, 13)  # of the four stages
 DECAY = ROWS.index("end1")
+UNIT = 4  # row of the gate's constants; the row before it holds its inverse
 
 
 class Static(NamedTuple):
@@ -203,11 +204,11 @@ def _recompute(static: Static, refs: Refs, chunk: int, pair: int) -> Stage:
             scratch.masks[slot, i] = jnp.broadcast_to(mask.astype(jnp.float32), (CHUNK, WIDTH))
     squashed = []
     for h in heads:
-        slope, bias, derivative = jnp.split(refs.constants.gate[:, h * WIDTH : (h + 1) * WIDTH], 3)
+        slope, bias, derivative, _, unit = jnp.split(refs.constants.gate[:, h * WIDTH : (h + 1) * WIDTH], 5)
         z = load(refs.inputs.gate, h)
         scratch.argument[slot, h] = z * slope + bias
         y = squash(z, slope, bias, valid, operand)
-        scratch.slope[slot, h] = y * (2.0 - y) * derivative
+        scratch.slope[slot, h] = y * (2.0 - y) * (derivative * unit)
         squashed.append(y)
         yield
     sums = dot(refs.constants.prefix[...], stack_terms(jnp.concatenate(squashed, axis=1), operand))
@@ -228,8 +229,9 @@ def _recompute(static: Static, refs: Refs, chunk: int, pair: int) -> Stage:
         key_norm = jax.lax.rsqrt(_inner(k, k) + L2_EPS)
         q, k = q * query_norm, k * key_norm
         scratch.query[slot, h], scratch.key[slot, h] = q, k
-        scratch.query_norm[slot, h] = jnp.broadcast_to(query_norm, (CHUNK, WIDTH))
-        scratch.key_norm[slot, h] = jnp.broadcast_to(key_norm, (CHUNK, WIDTH))
+        unit = refs.constants.gate[UNIT : UNIT + 1, :WIDTH]
+        scratch.query_norm[slot, h] = query_norm * unit
+        scratch.key_norm[slot, h] = key_norm * unit
         yield
         beta = refs.inputs.beta[0, rows, h : h + 1]
         beta = jnp.broadcast_to(beta if valid is None else jnp.where(valid, beta, 0.0), (CHUNK, WIDTH))
@@ -268,11 +270,12 @@ def _recompute(static: Static, refs: Refs, chunk: int, pair: int) -> Stage:
 
 
 def _cotangent(static: Static, refs: Refs, chunk: int, h: int) -> Array:
-    """dO of a chunk and head; what stands in padding is ignored."""
+    """dO of a chunk and head in units of `_unit_rows`; what stands in padding is ignored."""
     dout = refs.cotangents.dout[0, chunk * CHUNK : (chunk + 1) * CHUNK, h * WIDTH : (h + 1) * WIDTH]
     if static.segmented:
         dout = jnp.where(refs.scratch.masks[chunk, 0] > 0, dout.astype(jnp.float32), 0.0)
-    return dout.astype(static.operand)
+    size = strip_rows(refs.constants.gate[UNIT - 1 : UNIT, :WIDTH], static.operand)
+    return dout.astype(static.operand) * jnp.concatenate([size, size], axis=0)
 
 
 def _retreat(static: Static, refs: Refs, chunk: int, pair: int) -> Stage:
@@ -303,7 +306,9 @@ def _retreat(static: Static, refs: Refs, chunk: int, pair: int) -> Stage:
     yield
     for i, h in enumerate(heads):
         own = dvalues[i * CHUNK : (i + 1) * CHUNK]
-        refs.gradients.dv[0, rows, h * WIDTH : (h + 1) * WIDTH] = own.astype(refs.gradients.dv.dtype)
+        unit = strip_rows(refs.constants.gate[UNIT : UNIT + 1, :WIDTH], operand)
+        dv = own * jnp.concatenate([unit, unit], axis=0)
+        refs.gradients.dv[0, rows, h * WIDTH : (h + 1) * WIDTH] = dv.astype(refs.gradients.dv.dtype)
         change = dot(jnp.concatenate([dout[i], own], axis=0).T, scratch.read[slot, h])
         yield
         decay = scratch.factors[slot, h, DECAY : DECAY + 1]
@@ -391,7 +396,7 @@ def _finish(static: Static, refs: Refs, chunk: int, pair: int) -> Stage:
         beta, diagonal = scratch.beta[slot, h], passed.diagonal[h]
         dweight = dweight * scratch.down[slot, h] + diagonal * query
         dbeta = _inner(key, dweight)
-        refs.gradients.dbeta[0, rows, h : h + 1] = dbeta
+        refs.gradients.dbeta[0, rows, h : h + 1] = (dbeta * refs.constants.gate[UNIT : UNIT + 1, :WIDTH])[:, :1]
         dk = dk + beta * dweight
         dq = dq + diagonal * beta * key
         yield
@@ -647,15 +652,27 @@ def backward(
     """All gradients in one kernel, from the forward's inputs, what it saved and the results' gradients."""
     length, heads = beta.shape[1:]
     tokens, padded, documents = prepare([q, k, gate, beta, dout], parameters, segments)
-    dfinal = jnp.swapaxes(pad(dfinal.astype(jnp.float32), {1: heads % 2}), 2, 3)
-    gradients, dinitial, sums = _call(tokens, dfinal, saved, padded, documents, interpret=interpret)
+    dfinal = dfinal.astype(jnp.float32)
+    unit = _unit(dout, dfinal)
+    dfinal = jnp.swapaxes(pad(dfinal / unit, {1: heads % 2}), 2, 3)
+    gradients, dinitial, sums = _call(tokens, dfinal, saved, padded, documents, unit, interpret=interpret)
     dq, dk, dv, dgate, dbeta = (x[:, :length, :heads] for x in gradients)
     dbias, along = (jnp.sum(x, axis=(0, 2)) for x in jnp.split(sums[:, :heads], 2, axis=2))
     # d(argument) / d(a_log) is the argument, of which the kernel has the half, over the rate that dgate contains
     rate = jnp.exp(parameters.a_log.astype(jnp.float32))
     da_log = jnp.sum(along, axis=1) * 2 / rate
-    dstate = jnp.swapaxes(dinitial[:, :heads], 2, 3)
+    dstate = jnp.swapaxes(dinitial[:, :heads], 2, 3) * unit
     return Results(dq, dk, dv, dgate, dbeta, dstate, da_log, dbias)
+
+
+def _unit(dout: Array, dfinal: Array) -> Float[Array, ""]:
+    """The power of two of which the largest gradient that comes in is four to eight; the kernel computes in such units.
+
+    Otherwise the factors exp2(+-112) of strongly decaying strips would flush gradients as small as a loss's mean gives.
+    """
+    size = jnp.maximum(jnp.max(jnp.abs(dout)).astype(jnp.float32), jnp.max(jnp.abs(dfinal)))
+    exponent = jnp.where(jnp.isfinite(size), jnp.clip(jnp.frexp(size)[1], -100, 100), 0)
+    return jax.lax.bitcast_convert_type((exponent - 3 + 127) << 23, jnp.float32)
 
 
 def _call(
@@ -664,6 +681,7 @@ def _call(
     saved: Saved,
     parameters: Parameters,
     documents: Array | None,
+    unit: Array,
     *,
     interpret: bool,
 ) -> tuple[Gradients, Array, Array]:
@@ -686,7 +704,10 @@ def _call(
     q, k, gate, dout = (x.reshape(batch, length, -1) for x in (q, k, gate, dout))
     arrays = [q, k, gate, beta_by_group(beta, static.groups), documents, dout, *saved]
     *arrays, dfinal = in_hbm([*arrays, dfinal], interpret=interpret)
-    constants = [gate_rows(parameters, static.groups)]
+    gate_constants = gate_rows(parameters, static.groups)
+    units = jnp.stack([1 / unit, unit])[:, None]
+    units = jnp.broadcast_to(units, (static.groups, 2, gate_constants.shape[2]))
+    constants = [jnp.concatenate([gate_constants, units], axis=1)]
     constants += [
         jnp.asarray(f) for f in (prefix_matrix(parameters.lower_bound, static.operand), suffix_matrix(static.operand))
     ]

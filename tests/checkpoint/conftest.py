@@ -7,10 +7,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import save_file
 
+from k3jax.checkpoint.importer import import_checkpoint
 from k3jax.checkpoint.names import PREFIX, tensor_specs
 from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from tests.checkpoint.samples import VISION
 
 Tensors = dict[str, np.ndarray]
 
@@ -90,3 +93,10 @@ def make(tmp_path: Path, small: ModelConfig) -> Callable[..., Path]:
 def randomise() -> Callable[..., Tensors]:
     """`random_tensors`, for tests that need other tensors than `tensors`."""
     return random_tensors
+
+
+@pytest.fixture
+def imported(tensors, make, tmp_path) -> Path:
+    """An import of the small checkpoint, with a few vision tensors."""
+    import_checkpoint(make(tensors | VISION), tmp_path / "orbax", workers=2, console=Console(quiet=True))
+    return tmp_path / "orbax"

@@ -1,0 +1,95 @@
+"""Files: what decodes to what, and one clear error for each hostile one."""
+
+import struct
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from k3jax.vision import ImageError, Prepared, open_image, prepare_images
+from k3jax.vision.decode import MAX_BYTES
+
+RED, BLUE = (250, 0, 0), (0, 0, 250)
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def png(
+    width: int, height: int, *, bits: int = 8, colour: int = 2, chunks: tuple[tuple[bytes, bytes], ...] = ()
+) -> bytes:
+    """A PNG file of any header and chunks."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*c) for c in ((b"IHDR", header), *chunks, (b"IEND", b"")))
+
+
+NOISE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (60, 50, 3), np.uint8))
+HOSTILE = {
+    "empty": (b"", "unknown contents"),
+    "text": (b"hello", "unknown contents"),
+    "vector": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "unknown contents"),
+    "truncated png": (file_of(NOISE)[:-2000], "not a complete image"),
+    "truncated jpeg": (file_of(NOISE, "JPEG")[:-500], "truncated"),
+    "header only": (file_of(NOISE)[:40], "not a complete image"),
+    "bomb": (png(100_000, 100_000, chunks=((b"IDAT", zlib.compress(b"")),)), "more than 51380224 pixels"),
+    "large": (png(9000, 9000, chunks=((b"IDAT", zlib.compress(b"")),)), "9000x9000 = 81000000 pixels"),
+    "no width": (png(0, 5, chunks=((b"IDAT", zlib.compress(b"")),)), "image"),
+    "no palette": (png(4, 4, colour=3, chunks=((b"IDAT", zlib.compress(4 * b"\0\1\2\3\4")),)), "without a palette"),
+    "too many bytes": (bytes(MAX_BYTES + 1), f"{MAX_BYTES + 1} bytes: at most {MAX_BYTES}"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_gives_one_line(name: str) -> None:
+    data, message = HOSTILE[name]
+    with pytest.raises(ImageError, match=message) as caught:
+        open_image(data)
+    assert "\n" not in str(caught.value)
+
+
+def test_hostile_files_leave_others_unharmed_and_in_order() -> None:
+    sources = [data for pair in HOSTILE.values() for data in (pair[0], file_of(NOISE))]
+    results = list(prepare_images(sources, workers=3))
+    assert all(isinstance(result, ImageError) for result in results[::2])
+    for result in results[1::2]:
+        assert isinstance(result, Prepared) and (result.size, result.grid) == ((50, 60), (1, 6, 4))
+
+
+def test_the_size_is_that_before_resizing() -> None:
+    (result,) = prepare_images([file_of(Image.new("L", (100_000, 1)))])
+    assert isinstance(result, Prepared) and (result.size, result.grid) == ((100_000, 1), (1, 2, 512))
+
+
+def test_a_missing_file_and_a_wrong_extension(tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match="No such file"):
+        open_image(tmp_path / "none.png")
+    path = tmp_path / "picture.jpg"
+    path.write_bytes(file_of(NOISE))
+    np.testing.assert_array_equal(np.asarray(open_image(path)), np.asarray(NOISE))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+def test_of_an_animation_the_first_frame(kind: str) -> None:
+    frames = [Image.new("RGB", (20, 10), colour) for colour in (RED, BLUE)]
+    data = file_of(frames[0], kind, save_all=True, append_images=frames[1:])
+    red, _, blue = np.asarray(open_image(data))[5, 10, :3]
+    assert red > 200 and blue < 50
+
+
+def test_a_rotated_image_turns_only_on_request() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be shown turned by 90 degrees clockwise
+    data = file_of(Image.new("RGB", (20, 10)), "JPEG", exif=exif)
+    assert open_image(data).size == (20, 10)
+    assert open_image(data, upright=True).size == (10, 20)
