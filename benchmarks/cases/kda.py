@@ -1,6 +1,7 @@
 """KDA as K3 runs it: prefill of one sequence, and a decode step of a full pool. Unit of work: one head and token."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from pallas_kernels.kda import kda, kda_decode_step
 WIDTH = 128  # of K3's heads
 
 
-def _forward(heads: int, length: int) -> Program:
+def _forward(heads: int, length: int, **options: Any) -> Program:
     """K3's prefill of one sequence: bf16 inputs, float32 state in and out.
 
     Tokens come and go as the projections around the kernel hold them, [B, T, H 128]: with separate head axes in the
@@ -21,7 +22,7 @@ def _forward(heads: int, length: int) -> Program:
     def forward(q, k, v, gate, beta, a_log, dt_bias, state):  # type: ignore[no-untyped-def]
         q, k, v, gate = (x.reshape(1, length, heads, WIDTH) for x in (q, k, v, gate))
         arguments = {"a_log": a_log, "dt_bias": dt_bias, "initial_state": state}
-        o, state = kda(q, k, v, gate, beta, lower_bound=-5.0, implementation="tpu", **arguments)
+        o, state = kda(q, k, v, gate, beta, lower_bound=-5.0, implementation="tpu", **arguments, **options)
         return o.reshape(1, length, heads * WIDTH), state
 
     tokens = [shape(jnp.bfloat16, 1, length, heads * WIDTH)] * 4
@@ -75,10 +76,8 @@ def _decode(rows: int, heads: int) -> Program:
 
 
 CASES = (
-    *(
-        Case(f"kda_{name}_h{heads}_t4096", heads * 4096, partial(program, heads, 4096))
-        for name, program in (("fwd", _forward), ("fwd_bwd", _forward_backward))
-        for heads in (8, 16, 96)
-    ),
+    *(Case(f"kda_fwd_h{heads}_t4096", heads * 4096, partial(_forward, heads, 4096)) for heads in (8, 16, 96)),
+    *(Case(f"kda_fwd_bwd_h{heads}_t4096", heads * 4096, partial(_forward_backward, heads, 4096)) for heads in (8, 16)),
+    Case("kda_fwd_high_h8_t4096", 8 * 4096, partial(_forward, 8, 4096, precision="high")),
     Case("kda_decode_b256_h96", 256 * 96, partial(_decode, 256, 96)),
 )

@@ -14,7 +14,7 @@ from k3jax.nn.attn_res import Mix
 from k3jax.nn.ffn import FFN
 from k3jax.nn.kda import KDA
 from k3jax.nn.mla import MLA
-from k3jax.nn.moe import LatentMoE
+from k3jax.nn.moe import LatentMoE, Routed, RouterWatch
 from k3jax.nn.norm import RMSNorm
 from pallas_kernels.attn_res import BankRead
 
@@ -49,8 +49,9 @@ class Layer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         cache: Any = None,
         length: Int[Array, "B"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Any, Int[Array, "B T k"] | None]:
-        """Returns the live sum after the layer, the mixer's new cache and the chosen experts (None without MoE).
+        watch: RouterWatch | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any, Routed | None]:
+        """Returns the live sum after the layer, the mixer's new cache and the routing (None without MoE).
 
         `bank` is what the two reads saw of the bank; `live` is the live sum, empty (zero) unless `has_live`. Sums are
         rounded to the compute dtype, as in the released model.
@@ -62,5 +63,5 @@ class Layer(nnx.Module):
         x = self.ffn_norm(self.ffn_mix(second, live, True))
         if isinstance(self.ffn, FFN):
             return live + self.ffn(x), cache, None
-        y, experts = self.ffn(x, valid=None if segment_ids is None else segment_ids >= 0)
-        return live + y, cache, experts
+        y, routed = self.ffn(x, valid=None if segment_ids is None else segment_ids >= 0, watch=watch)
+        return live + y, cache, routed

@@ -30,6 +30,18 @@ def batch_loss(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum of nats over the tokens in `loss_mask` and their number; `chunk` tokens have logits at one time."""
     hidden = model.hidden(tokens, segment_ids=segment_ids).hidden
+    return head_loss(model, hidden, targets, loss_mask, chunk=chunk)
+
+
+def head_loss(
+    model: Transformer,
+    hidden: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
+    *,
+    chunk: int,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The same from the hidden states that the head reads."""
     flat, labels, mask = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), loss_mask.reshape(-1)
     size = min(chunk, labels.shape[0])
     pad = -labels.shape[0] % size

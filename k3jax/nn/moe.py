@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,8 +16,42 @@ from k3jax.nn.ffn import FFN
 from k3jax.nn.norm import RMSNorm
 from k3jax.nn.param import RouterBias, cast, island, matmul_precision, normal, project
 from pallas_kernels.grouped_matmul import expert_ffn
-from pallas_kernels.grouped_matmul.routing import combine_rows, gather_rows, sort_by_expert
+from pallas_kernels.grouped_matmul.routing import Routing, combine_rows, gather_rows, sort_by_expert
 from pallas_kernels.mx import fake_quantize_mxfp8
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterView:
+    """What a watch sees of one layer's router; constants to the gradient."""
+
+    scores: Float[Array, "B T E"]
+    cutoff: Float[Array, "B T"]  # the best score plus bias among the experts not chosen
+    bias: Float[Array, " E"]
+    valid: Bool[Array, "B T"] | None
+    load: Int[Array, " E"]  # rows given to each expert
+
+
+# Called in the forward pass of every MoE layer; it returns arrays that the model hands out (`Output.watched`).
+RouterWatch = Callable[[RouterView], Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Routed:
+    """What a MoE layer tells about its routing: the experts each token chose, and what its watch returned."""
+
+    experts: Int[Array, "B T k"]
+    watched: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A router's choice: experts and weights of each token, all scores, and the ranked scores plus bias."""
+
+    experts: Int[Array, "B T k"]
+    weights: Float[Array, "B T k"]
+    scores: Float[Array, "B T E"]
+    ranked: Float[Array, "B T r"]  # of the chosen experts, then of the runners-up
 
 
 class Router(nnx.Module):
@@ -30,13 +66,20 @@ class Router(nnx.Module):
         self.top_k, self.scaling_factor = c.top_k, c.scaling_factor
 
     def __call__(self, x: Float[Array, "B T D"]) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
-        """Expert ids and weights (float32, sum `scaling_factor`) of each token; bf16 scores would flip choices."""
+        """Expert ids and weights (float32, sum `scaling_factor`) of each token."""
+        choice = self.choose(x)
+        return choice.experts, choice.weights
+
+    def choose(self, x: Float[Array, "B T D"], *, runners_up: int = 0) -> Choice:
+        """The choice for each token, ranked down to the given number of runners-up; bf16 scores would flip choices."""
         wide = island(x.dtype)
         scores = jax.nn.sigmoid(project(x.astype(wide), self.weight))
-        choice = jax.lax.stop_gradient(scores) + cast(self.bias, wide)
-        experts = jax.lax.top_k(choice, self.top_k)[1].astype(jnp.int32)
+        biased = jax.lax.stop_gradient(scores) + cast(self.bias, wide)
+        ranked, experts = jax.lax.top_k(biased, self.top_k + runners_up)
+        experts = experts[..., : self.top_k].astype(jnp.int32)
         weights = jnp.take_along_axis(scores, experts, axis=-1)
-        return experts, self.scaling_factor * weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        weights = self.scaling_factor * weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return Choice(experts=experts, weights=weights, scores=scores, ranked=ranked)
 
 
 class LatentMoE(nnx.Module):
@@ -58,26 +101,34 @@ class LatentMoE(nnx.Module):
         self.mxfp8 = c.activations == "mxfp8"
 
     def __call__(
-        self, x: Float[Array, "B T D"], *, valid: Bool[Array, "B T"] | None = None
-    ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"]]:
-        """Returns the output and the chosen expert ids; tokens that are not `valid` take no expert's time."""
-        experts, weights = self.router(x)
+        self, x: Float[Array, "B T D"], *, valid: Bool[Array, "B T"] | None = None, watch: RouterWatch | None = None
+    ) -> tuple[Float[Array, "B T D"], Routed]:
+        """Returns the output and its routing; tokens that are not `valid` take no expert's time."""
+        choice = self.router.choose(x, runners_up=0 if watch is None else 1)
+        routing = sort_by_expert(
+            choice.experts.reshape(-1, self.router.top_k),
+            self.router.weight.shape[-1],
+            None if valid is None else valid.reshape(-1),
+        )
         latent = project(x, self.down)
-        mixed = self.norm(self._routed(latent, experts, weights, valid))
-        return project(mixed, self.up) + self.shared(x), experts
+        mixed = self.norm(self._routed(latent, routing, choice.weights))
+        watched = None if watch is None else watch(self._view(choice, routing, valid))
+        return project(mixed, self.up) + self.shared(x), Routed(choice.experts, watched)
+
+    def _view(self, choice: Choice, routing: Routing, valid: Bool[Array, "B T"] | None) -> RouterView:
+        return RouterView(
+            scores=jax.lax.stop_gradient(choice.scores),
+            cutoff=choice.ranked[..., -1],
+            bias=self.router.bias.get_value(),
+            valid=valid,
+            load=routing.group_sizes,
+        )
 
     def _routed(
-        self,
-        latent: Float[Array, "B T L"],
-        experts: Int[Array, "B T k"],
-        weights: Float[Array, "B T k"],
-        valid: Bool[Array, "B T"] | None,
+        self, latent: Float[Array, "B T L"], routing: Routing, weights: Float[Array, "B T k"]
     ) -> Float[Array, "B T L"]:
-        flat, top_k = latent.reshape(-1, latent.shape[-1]), experts.shape[-1]
+        flat, top_k = latent.reshape(-1, latent.shape[-1]), weights.shape[-1]
         flat = fake_quantize_mxfp8(flat) if self.mxfp8 else flat  # once a token, not once a choice
-        routing = sort_by_expert(
-            experts.reshape(-1, top_k), self.router.weight.shape[-1], None if valid is None else valid.reshape(-1)
-        )
         w1, w3, w2 = (self._expert_weight(w, latent.dtype) for w in (self.w1, self.w3, self.w2))
         rows = expert_ffn(
             gather_rows(flat, routing, top_k),

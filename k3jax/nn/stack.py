@@ -23,6 +23,7 @@ from k3jax.config import ModelConfig
 from k3jax.nn.attn_res import Residual
 from k3jax.nn.cache import Cache
 from k3jax.nn.layer import Layer
+from k3jax.nn.moe import Routed, RouterWatch
 from k3jax.nn.param import island
 from k3jax.nn.plan import EMPTY, Depth, StackPlan
 from pallas_kernels.attn_res import BankRead, read_bank
@@ -30,7 +31,7 @@ from pallas_kernels.mx import MXFP4Array
 
 Stacks = Mapping[str, Layer]
 LIVE = "live"  # name of what the backward pass keeps of each layer
-Traced = tuple[Array, Array | None]  # of one layer: the live sum after it, the experts it chose
+Traced = tuple[Any, Routed | None]  # of one layer, where asked for: the live sum after it, its routing
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,33 @@ class StackInput:
     cache: Cache | None
     remat: bool  # recompute each layer in the backward pass
     collect: bool  # return a trace
+    watch: RouterWatch | None
+
+    def keep(self, live: Array, routed: Routed | None) -> Traced:
+        """What of a layer's run leaves the stack."""
+        if self.collect:
+            return live, routed
+        return None, None if self.watch is None else routed
 
 
 @dataclass(frozen=True)
 class StackOutput:
-    """The residual after the last layer, the new cache (None without one) and, where asked for, the trace."""
+    """The residual after the last layer, the new cache (None without one) and, where asked for, the trace.
+
+    `watched[kind]` is what the watch returned for each MoE layer of a kind, stacked in depth order like its weights.
+    """
 
     residual: Residual
     cache: Cache | None
     trace: Trace | None
+    watched: dict[str, Any]
 
 
 def run_loop(stacks: Stacks, x: Float[Array, "B T D"], inputs: StackInput) -> StackOutput:
     """Run all layers one after the other; `x` is the token embedding."""
     residual = Residual.start(x, inputs.config.num_snapshots)
     residual, cache, traced = _run_layers(stacks, range(inputs.config.num_layers), residual, inputs)
-    return StackOutput(residual, cache, _trace(traced) if inputs.collect else None)
+    return _output(residual, cache, traced, inputs)
 
 
 def run_scan(stacks: Stacks, x: Float[Array, "B T D"], inputs: StackInput, plan: StackPlan) -> StackOutput:
@@ -101,8 +113,7 @@ def run_scan(stacks: Stacks, x: Float[Array, "B T D"], inputs: StackInput, plan:
     carry = (residual.snapshots, residual.live, cache)
     (snapshots, live, cache), scanned = jax.lax.scan(_keep_live(block_step, inputs), carry, blocks)
     residual = Residual(snapshots, inputs.config.num_snapshots, live, True)
-    trace = _trace([*traced, *_in_depth_order(scanned, plan)]) if inputs.collect else None
-    return StackOutput(residual, cache, trace)
+    return _output(residual, cache, [*traced, *_in_depth_order(scanned, plan)], inputs)
 
 
 def _keep_live(block: Any, inputs: StackInput) -> Any:
@@ -155,22 +166,24 @@ def _block_function(numbers: list[int], depth: Depth, count: Any, has_live: Any,
             apply = jax.checkpoint(apply) if inputs.remat else apply
             index, is_mla = int(depth.in_cache[number]), inputs.config.is_mla(number)
             kept = None if cache is None else cache.read(is_mla, index)
-            live, kept, experts = apply(module, bank, live, kept)
+            live, kept, routed = apply(module, bank, live, kept)
             live = checkpoint_name(live, LIVE)
             cache = None if cache is None else cache.write(is_mla, index, kept)
-            traced.append((live, experts))
+            traced.append(inputs.keep(live, routed))
         return live, cache, traced
 
     return run
 
 
 def _layer_function(inputs: StackInput, has_live: Any) -> Any:
-    """(layer, its reads of the bank, live sum, what it keeps) -> (live sum, what it keeps, chosen experts)."""
+    """(layer, its reads of the bank, live sum, what it keeps) -> (live sum, what it keeps, routing)."""
     length = None if inputs.cache is None else inputs.cache.length
 
-    def apply(layer: Layer, bank: BankRead, live: Array, kept: Any) -> tuple[Array, Any, Array | None]:
-        live, new, experts = layer(bank, live, has_live, segment_ids=inputs.segment_ids, cache=kept, length=length)
-        return live, None if kept is None else new, experts
+    def apply(layer: Layer, bank: BankRead, live: Array, kept: Any) -> tuple[Array, Any, Routed | None]:
+        live, new, routed = layer(
+            bank, live, has_live, segment_ids=inputs.segment_ids, cache=kept, length=length, watch=inputs.watch
+        )
+        return live, None if kept is None else new, routed
 
     return apply
 
@@ -213,17 +226,17 @@ class _Slots:
         def run_or_skip(*operands: Any) -> tuple:
             if not self.has_empty:
                 return run(*operands)
-            experts = jax.eval_shape(run, *operands)[2]
-            skip = lambda _, __, live, kept: (live, kept, jnp.zeros(experts.shape, experts.dtype))  # noqa: E731
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, *operands)[2])
+            skip = lambda _, __, live, kept: (live, kept, nothing)  # noqa: E731
             return jax.lax.cond(slot["active"], run, skip, *operands)
 
         # The checkpoint stands outside the branch: a checkpoint inside it would save the weights.
         run_or_skip = jax.checkpoint(run_or_skip, prevent_cse=False) if self.input.remat else run_or_skip
         kept = None if cache is None else cache.read(self.is_mla, slot["in_cache"])
-        live, kept, experts = run_or_skip(slot.get("weights"), bank, live, kept)
+        live, kept, routed = run_or_skip(slot.get("weights"), bank, live, kept)
         live = checkpoint_name(live, LIVE)
         cache = None if cache is None else cache.write(self.is_mla, slot["in_cache"], kept)
-        return (live, has_live | slot["active"], cache), (live, experts) if self.input.collect else None
+        return (live, has_live | slot["active"], cache), self.input.keep(live, routed)
 
 
 def _layer_of(stack: Layer | None, index: Array) -> Layer:
@@ -272,6 +285,16 @@ def _in_depth_order(scanned: Any, plan: StackPlan) -> list[Traced]:
     return [found[layer] for layer in sorted(found)]
 
 
+def _output(residual: Residual, cache: Cache | None, traced: list[Traced], inputs: StackInput) -> StackOutput:
+    """The output of a stack from what each layer kept, in depth order."""
+    watched: dict[str, list[Any]] = {}
+    for layer, (_, routed) in enumerate(traced):
+        if inputs.watch and routed:
+            watched.setdefault(inputs.config.layer_kind(layer), []).append(routed.watched)
+    stacked = {kind: jax.tree.map(lambda *x: jnp.stack(x), *layers) for kind, layers in watched.items()}
+    return StackOutput(residual, cache, _trace(traced) if inputs.collect else None, stacked)
+
+
 def _trace(traced: list[Traced]) -> Trace:
-    experts = [experts for _, experts in traced if experts is not None]
+    experts = [routed.experts for _, routed in traced if routed is not None]
     return Trace(jnp.stack([live for live, _ in traced]), jnp.stack(experts))

@@ -16,6 +16,7 @@ from k3jax.nn import generate
 from k3jax.nn.attn_res import Mix
 from k3jax.nn.cache import Cache
 from k3jax.nn.layer import Layer
+from k3jax.nn.moe import RouterWatch
 from k3jax.nn.norm import RMSNorm
 from k3jax.nn.param import cast, island, matmul_precision, normal
 from k3jax.nn.plan import Depth, StackPlan
@@ -24,11 +25,15 @@ from k3jax.nn.stack import StackInput, Trace, run_loop, run_scan
 
 @dataclass(frozen=True)
 class Output:
-    """A forward pass: the normed hidden state before the head, the new cache, and the trace where asked for."""
+    """A forward pass: the normed hidden state before the head, the new cache, and the trace where asked for.
+
+    `watched[kind]` is what the watch returned, stacked over the layers of `Transformer.stacks[kind]`.
+    """
 
     hidden: Float[Array, "B T D"]
     cache: Cache | None
     trace: Trace | None
+    watched: dict[str, Any]
 
 
 class Transformer(nnx.Module):
@@ -72,19 +77,24 @@ class Transformer(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         cache: Cache | None = None,
         collect: bool = False,
+        watch: RouterWatch | None = None,
     ) -> Output:
-        """Run all layers. With a cache the tokens continue its sequences; segment ids are then 0, or -1 for padding."""
+        """Run all layers. With a cache the tokens continue its sequences; segment ids are then 0, or -1 for padding.
+
+        `watch` is shown the router of every MoE layer, once: a rematerialised pass does not run it again.
+        """
         x = cast(self.embed, jnp.dtype(self.config.dtype))[tokens]
         if segment_ids is not None:  # zero times what padding holds is zero in values and in gradients
             x = jnp.where(segment_ids[..., None] >= 0, x, 0)
-        inputs = StackInput(self.config, segment_ids, cache, self.remat == "layer" and cache is None, collect)
+        remat = self.remat == "layer" and cache is None
+        inputs = StackInput(self.config, segment_ids, cache, remat=remat, collect=collect, watch=watch)
         plan = StackPlan.of(self.config) if self.stack == "scan" else None
         out = run_scan(self.stacks, x, inputs, plan) if plan else run_loop(self.stacks, x, inputs)
         cache = out.cache
         if cache is not None:
             consumed = tokens.shape[1] if segment_ids is None else jnp.sum(segment_ids >= 0, axis=1, dtype=jnp.int32)
             cache = dataclasses.replace(cache, length=cache.length + consumed)
-        return Output(self.final_norm(self.out_mix.of(out.residual)), cache, out.trace)
+        return Output(self.final_norm(self.out_mix.of(out.residual)), cache, out.trace, out.watched)
 
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """The head, accumulated and returned in float32."""

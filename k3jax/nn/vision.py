@@ -29,6 +29,8 @@ THETA = 10_000.0  # of the rotary positions and of the time term
 FLOAT32_EPS, BFLOAT16_EPS = 2.0**-23, 2.0**-7  # the two readings of a norm built without an epsilon (spec 1.2 item 5)
 SCORES = 2**26  # attention scores that exist at one time: 256 MiB
 
+Turns = tuple[Float[Array, "B P 1 K/2"], Float[Array, "B P 1 K/2"]]  # cosine and sine of the rotary angles
+
 _FIELDS = {
     "patch_size": "patch",
     "init_pos_emb_height": "grid_rows",
@@ -145,10 +147,7 @@ class VisionBlock(nnx.Module):
         self.up = normal(keys[2], (d, f), ("vit", "vit_mlp"), std=d**-0.5, dtype=dtype)
         self.down = normal(keys[3], (f, d), ("vit_mlp", "vit"), std=f**-0.5, dtype=dtype)
 
-    def __call__(
-        self, x: Float[Array, "B P D"], turns: tuple[Array, Array], segment_ids: Int[Array, "B P"]
-    ) -> Float[Array, "B P D"]:
-        """`turns` are cosine and sine of the rotary angles, [B, P, 1, head_dim / 2]."""
+    def __call__(self, x: Float[Array, "B P D"], turns: Turns, segment_ids: Int[Array, "B P"]) -> Float[Array, "B P D"]:
         q, k, v = jnp.unstack(project(self.norm0(x), self.qkv), axis=2)
         attended = attend(rotate(q, turns), rotate(k, turns), v, segment_ids)
         x = x + project(attended, self.out, dims=2)
@@ -241,7 +240,6 @@ def attend(
     # The gradients of keys and values are sums over all groups of queries: wide out here, they add up in float32.
     k, v = k.astype(wide), v.astype(wide)
 
-    @jax.checkpoint
     def of_query(query: tuple[Array, Array]) -> Array:
         q, segment = query
         seen = segment_ids == segment[:, None]
@@ -250,11 +248,12 @@ def attend(
         return jnp.einsum("bhp,bphk->bhk", weights.astype(dtype), v.astype(dtype), precision=precision)
 
     queries = (jnp.moveaxis(q, 1, 0), segment_ids.T)
-    group = min(length, max(8, SCORES // (batch * heads * length)))
-    return jnp.moveaxis(jax.lax.map(of_query, queries, batch_size=group), 0, 1)
+    group = min(length, max(8, SCORES // (batch * heads * length) // 8 * 8))  # whole sublanes of a TPU
+    kept = jax.checkpoint(of_query, prevent_cse=False)  # scores are computed again in the backward pass
+    return jnp.moveaxis(jax.lax.map(kept, queries, batch_size=group), 0, 1)
 
 
-def rotary_turns(places: Places, head_dim: int, *, dtype: Any) -> tuple[Float[Array, "B P 1 K/2"], ...]:
+def rotary_turns(places: Places, head_dim: int, *, dtype: Any) -> Turns:
     """Cosine and sine for each pair of lanes: pair 2i turns by column * f_i and pair 2i + 1 by row * f_i."""
     frequencies = jnp.asarray(THETA ** (-4 * np.arange(head_dim // 4) / head_dim), dtype)
     places_xy = jnp.stack([places.column, places.row], axis=-1)
@@ -263,7 +262,7 @@ def rotary_turns(places: Places, head_dim: int, *, dtype: Any) -> tuple[Float[Ar
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def rotate(x: Float[Array, "B P H K"], turns: tuple[Float[Array, "B P 1 K/2"], ...]) -> Float[Array, "B P H K"]:
+def rotate(x: Float[Array, "B P H K"], turns: Turns) -> Float[Array, "B P H K"]:
     """Turn the pairs of adjacent lanes, in the dtype of `turns`; the result has x's."""
     cosine, sine = turns
     a, b = jnp.unstack(x.astype(cosine.dtype).reshape(*x.shape[:-1], -1, 2), axis=-1)

@@ -38,6 +38,7 @@ from k3jax.nn.transformer import Transformer
 from k3jax.text import Tokenizer
 from k3jax.train.metrics import Display, MetricsLog, draw_curve
 from k3jax.train.optimizer import Optimizer, make_optimizer
+from k3jax.train.router_balance import ROUTER_METRICS
 from k3jax.train.step import TrainState, init_state, make_eval_step, make_train_step, model_of
 
 DONE, DIVERGED, PREEMPTED = 0, 1, 75  # exit codes of train.py
@@ -167,6 +168,7 @@ class Trainer:
         self.display.update(step, loss=loss, tokens_per_s=rate, seconds_left=left)
         if step % self.run.log_every == 0 or step == self.run.steps or eval_loss is not None:
             record = {"step": step, "loss": loss, "tokens_per_s": round(rate, 1), "lr": lr, "grad_norm": grad_norm}
+            record |= {key: round(float(value), 4) for key, value in metrics.items() if key in ROUTER_METRICS}
             self.metrics.write(record if eval_loss is None else {**record, "eval_loss": eval_loss})
         if eval_loss is not None:
             self.display.message(f"step {step}/{self.run.steps}  held-out loss {eval_loss:.4f}")

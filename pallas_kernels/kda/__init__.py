@@ -7,7 +7,7 @@ with q = scale * l2(q), k = l2(k).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import Array
@@ -34,12 +34,14 @@ def kda(
     initial_state: Float[Array, "B H K V"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     states_every: int | None = None,
+    precision: Literal["high"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
     """Run KDA over whole sequences; returns the outputs in v's dtype and the float32 state after the last token.
 
     The outputs are [B, T, H, V], the state is [B, H, K, V]. With `states_every`, a multiple of 64, a third result
-    [B, T // states_every, H, K, V] holds the running state after every so many tokens of the row.
+    [B, T // states_every, H, K, V] holds the running state after every so many tokens of the row. A kernel rounds its
+    operands to bfloat16 where the inputs are; `precision` "high" keeps them in float32 inside.
 
     `gate` is raw; `beta` has been through its sigmoid; q and k are L2-normalised here (eps 1e-6 on the sum); `scale`
     multiplies q, K**-0.5 by default. `segment_ids`: non-decreasing, a new id starts from a zero state, -1 is padding
@@ -50,6 +52,14 @@ def kda(
     _check_shapes(
         {"k": (k, q.shape), "gate": (gate, q.shape), "beta": (beta, q.shape[:3]), "v": (v, (*q.shape[:3], v.shape[-1]))}
     )
+    if precision is not None:
+        if precision != "high":
+            raise ValueError(f"precision={precision!r} is unknown; use None or 'high'")
+        options: dict[str, Any] = {"a_log": a_log, "dt_bias": dt_bias, "lower_bound": lower_bound, "scale": scale}
+        options |= {"initial_state": initial_state, "segment_ids": segment_ids, "states_every": states_every}
+        wide_q, wide_k, wide_v, wide_gate = (x.astype(compute_dtype(x)) for x in (q, k, v, gate))
+        o, *states = kda(wide_q, wide_k, wide_v, wide_gate, beta, **options, implementation=implementation)
+        return o.astype(v.dtype), *states
     state_shape = (batch, heads, width, v.shape[-1])
     parameters = _parameters(a_log, dt_bias, lower_bound, scale, heads, width)
     if initial_state is None:

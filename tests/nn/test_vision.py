@@ -216,7 +216,7 @@ def test_an_item_is_the_same_alone_in_another_row_or_in_other_company(model: Vis
 def test_queries_in_groups_change_nothing(model: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
     patches, grids = row_of(*items(), filler=0.0)
     whole, _ = jax.jit(model.__call__)(patches[None], grids[None])
-    monkeypatch.setattr(vision, "SCORES", 37 * 3 * LENGTH)  # 37 queries at a time: the last group is smaller
+    monkeypatch.setattr(vision, "SCORES", 50 * 3 * LENGTH)  # 48 queries at a time: the last group is smaller
     grouped, _ = jax.jit(lambda: model(patches[None], grids[None]))()
     np.testing.assert_allclose(grouped, whole, atol=2e-5)
 

@@ -105,6 +105,16 @@ def test_bf16_operands_stay_within_the_error_budget(correlation, gate, output, s
     assert_within(run(arguments), oracle(**arguments), output, state)
 
 
+def test_high_precision_leaves_the_rounding_of_the_output_alone():
+    arguments = make(200, 0.9, "slow")
+    high = functools.partial(kda, lower_bound=LOWER_BOUND, implementation="tpu", precision="high")
+    o, state = jax.jit(high)(**arguments)
+    assert o.dtype == jnp.bfloat16
+    assert_within((o, state), oracle(**arguments), 2.5e-3, 1e-4)
+    with pytest.raises(ValueError, match="precision='low' is unknown"):
+        kda(**arguments, lower_bound=LOWER_BOUND, precision="low")
+
+
 @pytest.mark.parametrize(
     ("correlation", "gate"),
     [(0.0, "slow"), (0.5, "slow"), (0.9, "slow"), (0.98, "slow"), (0.0, "saturated"), (0.9, "open"), (0.9, "bursts")],

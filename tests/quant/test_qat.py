@@ -72,7 +72,7 @@ def test_gradients_at_the_rounded_weights_update_the_masters(model, batch):
     optimizer = make_optimizer(RUN.optimizer, params, steps=10)
     before = init_state(model, optimizer)
     after, metrics = jax.jit(make_train_step(RUN, optimizer, rest))(before, batch)
-    (nats, tokens), grads = jax.jit(lambda m: accumulated_gradient(fake_quantize_experts(m), batch, RUN))(model)
+    (nats, (tokens, _)), grads = jax.jit(lambda m: accumulated_gradient(fake_quantize_experts(m), batch, RUN))(model)
     assert float(metrics["loss"]) == pytest.approx(float(nats / tokens), rel=1e-6)
     assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(grads) / tokens), rel=1e-4)
     for old, new in zip(leaves(before.params), leaves(after.params), strict=True):

@@ -63,12 +63,10 @@ def test_accumulated_micro_batches_equal_one_batch(model, batch, stepped):
         assert difference <= 0.02 * np.linalg.norm(moved[name]) + 1e-6, name
 
 
-def test_a_step_counts_reports_its_rate_and_leaves_the_router_bias(stepped):
+def test_a_step_counts_and_reports_its_rate(stepped):
     state, metrics = stepped
     assert int(state.step) == 1
     assert float(metrics["lr"]) == pytest.approx(RUN.optimizer.learning_rate)
-    assert all(not np.any(leaf) for leaf in jax.tree.leaves(state.router_bias))
-    assert jax.tree.leaves(state.router_bias)
 
 
 def test_evaluation_is_the_same_loss_and_changes_nothing(model, batch, stepped):
