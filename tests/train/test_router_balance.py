@@ -45,8 +45,8 @@ def cutoffs(scores, bias, k):
     return jax.lax.top_k(scores + bias, k + 1)[0][:, k]
 
 
-def skewed_scores(key, tokens, experts, skew=1.5):
-    popularity = skew * jax.random.normal(jax.random.key(7), (experts,))
+def skewed_scores(key, tokens, experts):
+    popularity = jax.random.normal(jax.random.key(7), (experts,))
     return jax.nn.sigmoid(jax.random.normal(key, (tokens, experts)) + popularity)
 
 
