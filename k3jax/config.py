@@ -118,6 +118,9 @@ class ModelConfig:
     def validate(self) -> ModelConfig:
         """Return self; raise `ConfigError` where the numbers do not describe a K3-shaped model."""
         _require(self.num_layers >= 1, f"num_layers = {self.num_layers}: must be at least 1")
+        for key in _SIZES:
+            _require(_at(self, key) >= 1, f"{key} = {_at(self, key)}: must be at least 1")
+        _require(self.init_std >= 0, f"init_std = {self.init_std}: must not be negative")
         bad = [layer for layer in self.mla_layers if not 0 <= layer < self.num_layers]
         _require(not bad, f"mla_layers names layer {bad[:1]}, but num_layers = {self.num_layers}")
         _require(len(set(self.mla_layers)) == len(self.mla_layers), "mla_layers names a layer twice")
@@ -155,6 +158,20 @@ class ModelConfig:
         from k3jax.hf_config import model_config_to_hf
 
         return model_config_to_hf(self)
+
+
+# Sizes of a model, all of them at least 1.
+_SIZES: tuple[str, ...] = (
+    "vocab_size",
+    "width",
+    "dense_width",
+    "max_context",
+    "kda.num_heads",
+    "kda.head_dim",
+    "kda.conv_width",
+)
+_SIZES += tuple(f"mla.{key}" for key in ("num_heads", "q_rank", "kv_rank", "nope_dim", "extra_dim", "v_dim"))
+_SIZES += tuple(f"moe.{key}" for key in ("num_experts", "num_shared", "expert_width", "latent_width"))
 
 
 @dataclass(kw_only=True)
@@ -260,6 +277,19 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+# The smallest sensible value of each count in a training run.
+_LOWEST = dict.fromkeys(("steps", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints", "loss_chunk"), 1)
+_LOWEST |= {"data.batch_size": 1, "data.seq_len": 1, "optimizer.muon_steps": 1}
+_LOWEST |= {"eval_every": 0, "data.eval_rows": 0, "data.workers": 0, "data.shuffle_seed": 0}
+
+
+def _at(config: Any, key: str) -> Any:
+    """The value at a dotted key."""
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config
+
+
 def _validate_train(run: TrainRun) -> None:
     for key, value, valid in (
         ("stack", run.stack, ("scan", "loop")),
@@ -267,8 +297,14 @@ def _validate_train(run: TrainRun) -> None:
         ("optimizer.schedule", run.optimizer.schedule, ("cosine", "linear")),
     ):
         _require(value in valid, f"{key} = {value}: one of {', '.join(valid)}")
-    for key, count in (("steps", run.steps), ("accumulate", run.accumulate), ("log_every", run.log_every)):
-        _require(count >= 1, f"{key} = {count}: must be at least 1")
+    for key, low in _LOWEST.items():
+        value = _at(run, key)
+        _require(value >= low, f"{key} = {value}: must be at least {low}")
+    for key in ("optimizer.learning_rate", "optimizer.clip_norm"):
+        _require(0 < _at(run, key) < float("inf"), f"{key} = {_at(run, key)}: must be a number above 0")
+    for key in ("optimizer.min_lr_ratio", "optimizer.warmup_fraction", "data.eval_fraction"):
+        _require(0 <= _at(run, key) <= 1, f"{key} = {_at(run, key)}: must lie in [0, 1]")
+    _require(0 <= run.seed < 2**63, f"seed = {run.seed}: must lie in [0, 2^63)")
     _require(
         run.data.batch_size % run.accumulate == 0,
         f"data.batch_size = {run.data.batch_size} is not a multiple of accumulate = {run.accumulate}",

@@ -1,6 +1,7 @@
 """Recipes become typed configs, and every mistake in one is a single line that names it."""
 
 import dataclasses
+import re
 
 import pytest
 import yaml
@@ -174,3 +175,29 @@ def test_numbers_that_describe_no_k3_are_refused(change, message):
 def test_float_experts_need_no_multiple_of_32():
     config = dataclasses.replace(ModelConfig(), quantized_experts=False, moe=MoEConfig(latent_width=100))
     assert config.validate() is config
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "keep_checkpoints=0",
+        "checkpoint_every=0",
+        "loss_chunk=0",
+        "data.batch_size=0",
+        "data.seq_len=-1",
+        "data.workers=-1",
+        "optimizer.learning_rate=-1",
+        "optimizer.learning_rate=.nan",
+        "optimizer.muon_steps=0",
+        "optimizer.warmup_fraction=5",
+        "seed=99999999999999999999",
+        "model.width=0",
+        "model.kda.num_heads=0",
+        "model.mla.q_rank=-1",
+        "model.moe.num_shared=0",
+    ],
+)
+def test_numbers_out_of_range_are_refused_with_their_name(override):
+    key = override.partition("=")[0].removeprefix("model.")
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} = .*(must|at least)"):
+        load_run(TrainRun, CONFIG_DIR / "train/tiny_cpu.yaml", [override])

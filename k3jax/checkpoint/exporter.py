@@ -181,7 +181,10 @@ class Exporter:
         self._finish(side)
 
     def _claim(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{self.directory}: cannot be a directory ({error.strerror})") from error
         plan = self.directory / _PLAN
         if plan.exists():
             if plan.read_text() != self._fingerprint:

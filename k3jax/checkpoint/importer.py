@@ -137,6 +137,11 @@ class Importer:
 
     def _claim(self) -> None:
         """Begin, or see that what is there is this import."""
+        if not is_remote(self.target.path):
+            try:
+                Path(self.target.path).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"{self.target}: cannot be a directory ({error.strerror})") from error
         plan = {"source": self._fingerprint(), "units": len(self.units), "bytes": sum(u.nbytes for u in self.units)}
         if self.target.exists(PLAN):
             if json.loads(self.target.read(PLAN)) != plan:

@@ -216,15 +216,19 @@ def show(input_path: Path, output_path: Path, console: Console, *, tokenizer: To
         record = results.get(line.custom_id)
         if record is None:
             continue
-        console.rule(line.custom_id, align="left")
+        console.rule(printable(line.custom_id), align="left")
         if record["error"]:
-            console.print(record["error"]["message"], style="red", **plain)
+            console.print(printable(record["error"]["message"]), style="red", **plain)
             continue
-        console.print(_prompt_text(line, tokenizer), style="dim", end="", **plain)
+        console.print(printable(_prompt_text(line, tokenizer)), style="dim", end="", **plain)
         for choice in record["response"]["body"]["choices"]:
-            console.print(
-                choice["text"] if "text" in choice else _message_text(choice["message"]), style="bold", **plain
-            )
+            text = choice["text"] if "text" in choice else _message_text(choice["message"])
+            console.print(printable(text), style="bold", **plain)
+
+
+def printable(text: str) -> str:
+    """`text` with what no terminal can be sent, a lone surrogate of a JSON escape, written as an escape."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _prompt_text(line: Line, tokenizer: Tokenizer) -> str:

@@ -96,6 +96,8 @@ def load_tokenizer(checkpoint: Path, name: str = "") -> Tokenizer:
     """
     if name:
         return Tokenizer.load(name)
+    if not checkpoint.exists():
+        raise ConfigError(f"--checkpoint {checkpoint}: no such directory")
     if (checkpoint / RANK_FILE).exists():
         return Tokenizer.from_dir(checkpoint)
     step = find_step(checkpoint)

@@ -31,6 +31,7 @@ from k3jax.checkpoint.orbax_io import (
     named_leaves,
     with_leaves,
 )
+from k3jax.checkpoint.safetensors_dir import CheckpointError
 from k3jax.config import ConfigError, ModelConfig, TrainRun, to_yaml
 from k3jax.data import Batch, BatchIterator, Corpus, load_corpus
 from k3jax.nn.param import Param, is_trainable, is_variable, split_model
@@ -290,7 +291,10 @@ def _initial_model(run: TrainRun) -> Transformer:
     """The model at step 0: random, or the weights at `init_from` in float32."""
     if not run.init_from:
         return jax.jit(lambda: _random_model(run))()
-    loaded = k3jax.load(run.init_from)
+    try:
+        loaded = k3jax.load(run.init_from)
+    except CheckpointError as error:
+        raise ConfigError(f"init_from = {error}") from error
     _check_same_model(loaded.config, run)
     if not all(is_trainable(leaf) for leaf in jax.tree.leaves(loaded, is_leaf=is_variable) if isinstance(leaf, Param)):
         raise ConfigError(f"init_from = {run.init_from}: its experts are MXFP4, which cannot be trained as they are")

@@ -408,3 +408,13 @@ def test_both_layouts_answer_alike(imported, tmp_path):
     a, b = open_source(tmp_path / "checkpoint"), open_source(imported)
     assert [e.name for e in a.entries] == [e.name for e in b.entries]
     assert [a.dtype(e) for e in a.entries] == [b.dtype(e) for e in b.entries]
+
+
+@pytest.mark.parametrize("command", ["import", "export"])
+def test_a_target_that_is_a_file_is_refused(imported, tmp_path, command, capsys):
+    source = {"import": tmp_path / "checkpoint", "export": imported}[command]
+    target = tmp_path / "file"
+    target.write_text("kept")
+    assert main([command, str(source), str(target)]) == 2
+    assert f"{target}: cannot be a directory" in capsys.readouterr().err
+    assert target.read_text() == "kept"
