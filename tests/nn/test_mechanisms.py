@@ -75,14 +75,6 @@ def test_mla_decodes_in_the_latent_as_it_trains(small: ModelConfig) -> None:
     np.testing.assert_allclose(cache, latent, rtol=1e-5, atol=1e-6)
 
 
-def test_mla_in_query_chunks_is_mla(small: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    mla = MLA(small, jax.random.key(0), dtype=jnp.float32)
-    x = jax.random.normal(jax.random.key(1), (1, 21, small.width))
-    expected, _ = mla(x)
-    monkeypatch.setattr("k3jax.nn.mla.QUERY_CHUNK", 8)
-    assert relative(mla(x)[0], expected) < 1e-5
-
-
 class Head:
     """What the loss needs of a model: hidden states, here a table of them, and logits."""
 
