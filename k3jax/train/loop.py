@@ -59,7 +59,10 @@ def train(run: TrainRun) -> int:
     checkpoints = Checkpoints(run_dir, keep=run.keep_checkpoints)
 
     # ---- data ------------------------------------------------------------------------------------------------------
-    tokenizer = Tokenizer.load(run.data.tokenizer)
+    try:
+        tokenizer = Tokenizer.load(run.data.tokenizer)
+    except ConfigError as error:
+        raise ConfigError(f"data.tokenizer = {run.data.tokenizer}: {error}") from error
     if tokenizer.vocab_size > run.model.vocab_size:
         raise ConfigError(f"model.vocab_size = {run.model.vocab_size}: the tokenizer has {tokenizer.vocab_size} ids")
     corpus = load_corpus(run.data, tokenizer)
