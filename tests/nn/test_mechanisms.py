@@ -82,7 +82,7 @@ class Head:
         self.table, self.weight = jax.random.normal(jax.random.key(0), (2, config.vocab_size, config.width))
 
     def hidden(self, tokens: jax.Array, *, segment_ids: jax.Array | None) -> Output:
-        return Output(self.table[tokens], None, None)
+        return Output(self.table[tokens], None, None, None)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         return hidden @ self.weight.T
