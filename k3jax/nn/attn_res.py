@@ -42,10 +42,6 @@ class Residual:
         snapshots = self.snapshots.at[self.count].set(self.live)
         return Residual(snapshots, self.count + 1, jnp.zeros_like(self.live), False)
 
-    def add(self, y: Float[Array, "B T D"]) -> Residual:
-        """Add a sub-layer's output to the live sum, rounding to the compute dtype as the released model does."""
-        return Residual(self.snapshots, self.count, self.live + y, True)
-
 
 class Mix(nnx.Module):
     """One read: softmax_j(query . RMSNorm(source_j) * norm) over the sources, applied to the raw sources."""

@@ -1,6 +1,5 @@
 """The expert kernels compile at K3's shapes, within their budgets of cycles and bytes."""
 
-import importlib.util
 import subprocess
 import sys
 
@@ -12,16 +11,9 @@ from benchmarks.cases.case import shape
 from benchmarks.static_cycles import environment
 from pallas_kernels.grouped_matmul import expert_ffn
 from pallas_kernels.mx import MXFP4Array, decode_layout
+from tests.aot.marks import NEEDS_TPU_COMPILER, V7X
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (make aot installs it)"
-    ),
-]
-
-V7X = "tpu7x:2x2x1"
+pytestmark = NEEDS_TPU_COMPILER
 
 
 @pytest.mark.parametrize(

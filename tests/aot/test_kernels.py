@@ -1,6 +1,5 @@
 """Pallas kernels compile for every TPU we name, within their budget of cycles; a known loop proves the count."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -8,16 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.static_cycles import environment, read_schedules
+from tests.aot.marks import NEEDS_TPU_COMPILER, V7X
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (make aot installs it)"
-    ),
-]
+pytestmark = NEEDS_TPU_COMPILER
 
-V7X = "tpu7x:2x2x1"
 TOPOLOGIES = (V7X, "v6e:2x2", "v5p:2x2x1", "v5e:2x2")
 
 KNOWN_LOOP = """

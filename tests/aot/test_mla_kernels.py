@@ -1,7 +1,6 @@
 """The kernels of latent attention compile for the TPUs we name, within their cycles and without a copy of the cache."""
 
 import functools
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,16 +11,10 @@ import pytest
 
 from benchmarks.static_cycles import environment
 from pallas_kernels.mla import chunk_attention
+from tests.aot.marks import NEEDS_TPU_COMPILER, V7X
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (make aot installs it)"
-    ),
-]
+pytestmark = NEEDS_TPU_COMPILER
 
-V7X = "tpu7x:2x2x1"
 # 1,152 bytes a cached token at 3.7 TB/s and 2.2 GHz: cycles that a tpu7x device needs to read it.
 READ = 1152 / 3.7e12 * 2.2e9
 

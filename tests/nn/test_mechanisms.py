@@ -52,14 +52,14 @@ def test_a_mix_reads_the_same_before_and_after_a_seal(small: ModelConfig) -> Non
     mix = Mix(small.width, eps=1e-5, dtype=jnp.float32)
     mix.query = mix.query.replace(jax.random.normal(jax.random.key(0), (small.width,)))
     x, y = jax.random.normal(jax.random.key(1), (2, 1, 3, small.width))
-    residual = Residual.start(x, 3).seal().add(y)
+    residual = dataclasses.replace(Residual.start(x, 3).seal(), live=y, has_live=True)
     np.testing.assert_allclose(mix.of(residual), mix.of(residual.seal()), rtol=1e-5, atol=1e-6)
 
 
 def test_a_mix_normalises_keys_and_not_values(small: ModelConfig) -> None:
     mix = Mix(small.width, eps=1e-5, dtype=jnp.float32)
     x, y = jax.random.normal(jax.random.key(1), (2, 1, 3, small.width))
-    residual = Residual.start(x, 2).seal().add(1000.0 * y)
+    residual = dataclasses.replace(Residual.start(x, 2).seal(), live=1000.0 * y, has_live=True)
     np.testing.assert_allclose(mix.of(residual), (x + 1000.0 * y) / 2, rtol=1e-5, atol=1e-4)  # a zero query: the mean
 
 
