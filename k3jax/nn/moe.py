@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from k3jax.config import ModelConfig
 from k3jax.nn.ffn import FFN
 from k3jax.nn.norm import RMSNorm
 from k3jax.nn.param import RouterBias, cast, island, matmul_precision, normal, project
+from k3jax.nn.watch import NOTHING, Watch, show
 from pallas_kernels.grouped_matmul import expert_ffn
 from pallas_kernels.grouped_matmul.routing import Routing, combine_rows, gather_rows, sort_by_expert
 from pallas_kernels.mx import fake_quantize_mxfp8
@@ -29,19 +29,6 @@ class RouterView:
     bias: Float[Array, " E"]
     valid: Bool[Array, "B T"] | None
     load: Int[Array, " E"]  # rows given to each expert
-
-
-# Called in the forward pass of every MoE layer; it returns arrays that the model hands out (`Output.watched`).
-RouterWatch = Callable[[RouterView], Any]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Routed:
-    """What a MoE layer tells about its routing: the experts each token chose, and what its watch returned."""
-
-    experts: Int[Array, "B T k"]
-    watched: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +52,7 @@ class Router(nnx.Module):
         self.bias = RouterBias(jnp.zeros(c.num_experts, jnp.float32), axes=("experts",))
         self.top_k, self.scaling_factor = c.top_k, c.scaling_factor
 
-    def __call__(self, x: Float[Array, "B T D"]) -> tuple[Int[Array, "B T k"], Float[Array, "B T k"]]:
-        """Expert ids and weights (float32, sum `scaling_factor`) of each token."""
-        choice = self.choose(x)
-        return choice.experts, choice.weights
-
-    def choose(self, x: Float[Array, "B T D"], *, runners_up: int = 0) -> Choice:
+    def __call__(self, x: Float[Array, "B T D"], *, runners_up: int = 0) -> Choice:
         """The choice for each token, ranked down to the given number of runners-up; bf16 scores would flip choices."""
         wide = island(x.dtype)
         scores = jax.nn.sigmoid(project(x.astype(wide), self.weight))
@@ -101,10 +83,13 @@ class LatentMoE(nnx.Module):
         self.mxfp8 = c.activations == "mxfp8"
 
     def __call__(
-        self, x: Float[Array, "B T D"], *, valid: Bool[Array, "B T"] | None = None, watch: RouterWatch | None = None
-    ) -> tuple[Float[Array, "B T D"], Routed]:
-        """Returns the output and its routing; tokens that are not `valid` take no expert's time."""
-        choice = self.router.choose(x, runners_up=0 if watch is None else 1)
+        self, x: Float[Array, "B T D"], *, valid: Bool[Array, "B T"] | None = None, watch: Watch = NOTHING
+    ) -> tuple[Float[Array, "B T D"], dict[str, Any]]:
+        """Returns the output and what it shows: the tokens' `"experts"`, and for a watch its `"router"`.
+
+        Tokens that are not `valid` take no expert's time.
+        """
+        choice = self.router(x, runners_up=int("router" in watch))
         routing = sort_by_expert(
             choice.experts.reshape(-1, self.router.top_k),
             self.router.weight.shape[-1],
@@ -112,8 +97,8 @@ class LatentMoE(nnx.Module):
         )
         latent = project(x, self.down)
         mixed = self.norm(self._routed(latent, routing, choice.weights))
-        watched = None if watch is None else watch(self._view(choice, routing, valid))
-        return project(mixed, self.up) + self.shared(x), Routed(choice.experts, watched)
+        shown = {"experts": choice.experts, **show(watch, "router", lambda: self._view(choice, routing, valid))}
+        return project(mixed, self.up) + self.shared(x), shown
 
     def _view(self, choice: Choice, routing: Routing, valid: Bool[Array, "B T"] | None) -> RouterView:
         return RouterView(

@@ -23,15 +23,15 @@ from k3jax.config import ModelConfig
 from k3jax.nn.attn_res import Residual
 from k3jax.nn.cache import Cache
 from k3jax.nn.layer import Layer
-from k3jax.nn.moe import Routed, RouterWatch
 from k3jax.nn.param import island
 from k3jax.nn.plan import EMPTY, Depth, StackPlan
+from k3jax.nn.watch import Watch
 from pallas_kernels.attn_res import BankRead, read_bank
 from pallas_kernels.mx import MXFP4Array
 
 Stacks = Mapping[str, Layer]
 LIVE = "live"  # name of what the backward pass keeps of each layer
-Traced = tuple[Any, Routed | None]  # of one layer, where asked for: the live sum after it, its routing
+Traced = tuple[Any, dict[str, Any]]  # of one layer, where asked for: the live sum after it, what it shows
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,21 @@ class StackInput:
     cache: Cache | None
     remat: bool  # recompute each layer in the backward pass
     collect: bool  # return a trace
-    watch: RouterWatch | None
+    watch: Watch
 
-    def keep(self, live: Array, routed: Routed | None) -> Traced:
+    def keep(self, live: Array, shown: dict[str, Any]) -> Traced:
         """What of a layer's run leaves the stack."""
         if self.collect:
-            return live, routed
-        return None, None if self.watch is None else routed
+            return live, shown
+        return None, {name: seen for name, seen in shown.items() if name in self.watch}
 
 
 @dataclass(frozen=True)
 class StackOutput:
     """The residual after the last layer, the new cache (None without one) and, where asked for, the trace.
 
-    `watched[kind]` is what the watch returned for each MoE layer of a kind, stacked in depth order like its weights.
+    `watched[kind][name]` is what the watch of that name returned for each layer of a kind, stacked in depth order like
+    its weights.
     """
 
     residual: Residual
@@ -166,24 +167,24 @@ def _block_function(numbers: list[int], depth: Depth, count: Any, has_live: Any,
             apply = jax.checkpoint(apply) if inputs.remat else apply
             index, is_mla = int(depth.in_cache[number]), inputs.config.is_mla(number)
             kept = None if cache is None else cache.read(is_mla, index)
-            live, kept, routed = apply(module, bank, live, kept)
+            live, kept, shown = apply(module, bank, live, kept)
             live = checkpoint_name(live, LIVE)
             cache = None if cache is None else cache.write(is_mla, index, kept)
-            traced.append(inputs.keep(live, routed))
+            traced.append(inputs.keep(live, shown))
         return live, cache, traced
 
     return run
 
 
 def _layer_function(inputs: StackInput, has_live: Any) -> Any:
-    """(layer, its reads of the bank, live sum, what it keeps) -> (live sum, what it keeps, routing)."""
+    """(layer, its reads of the bank, live sum, what it keeps) -> (live sum, what it keeps, what it shows)."""
     length = None if inputs.cache is None else inputs.cache.length
 
-    def apply(layer: Layer, bank: BankRead, live: Array, kept: Any) -> tuple[Array, Any, Routed | None]:
-        live, new, routed = layer(
+    def apply(layer: Layer, bank: BankRead, live: Array, kept: Any) -> tuple[Array, Any, dict[str, Any]]:
+        live, new, shown = layer(
             bank, live, has_live, segment_ids=inputs.segment_ids, cache=kept, length=length, watch=inputs.watch
         )
-        return live, None if kept is None else new, routed
+        return live, None if kept is None else new, shown
 
     return apply
 
@@ -203,14 +204,14 @@ class _Slots:
         }
         if inputs.cache is None:
             self.inputs["weights"] = jax.tree.map(lambda w: _take_slots(w, present, in_stack), self.stack)
+        elif self.stack is not None:
+            self.inputs["queries"] = self.stack.queries(inputs.config.dtype)[in_stack]
 
     def queries(self, slots: dict[str, Any], dtype: Any) -> Float[Array, "*slots 2 D"]:
         """The queries of a block's slots; none where the config has no such layer at all."""
         if self.stack is None:
             return jnp.zeros((*slots["active"].shape, 0, self.input.config.width), island(dtype))
-        if "weights" in slots:
-            return slots["weights"].queries(dtype)
-        return self.stack.queries(dtype)[slots["in_stack"]]
+        return slots["queries"] if "queries" in slots else slots["weights"].queries(dtype)
 
     def step(self, carry: tuple, inputs: tuple[dict[str, Any], BankRead]) -> tuple[tuple, Any]:
         """Run a slot's layer on carry (live sum, whether it holds anything, cache); an empty slot changes nothing."""
@@ -233,10 +234,10 @@ class _Slots:
         # The checkpoint stands outside the branch: a checkpoint inside it would save the weights.
         run_or_skip = jax.checkpoint(run_or_skip, prevent_cse=False) if self.input.remat else run_or_skip
         kept = None if cache is None else cache.read(self.is_mla, slot["in_cache"])
-        live, kept, routed = run_or_skip(slot.get("weights"), bank, live, kept)
+        live, kept, shown = run_or_skip(slot.get("weights"), bank, live, kept)
         live = checkpoint_name(live, LIVE)
         cache = None if cache is None else cache.write(self.is_mla, slot["in_cache"], kept)
-        return (live, has_live | slot["active"], cache), self.input.keep(live, routed)
+        return (live, has_live | slot["active"], cache), self.input.keep(live, shown)
 
 
 def _layer_of(stack: Layer | None, index: Array) -> Layer:
@@ -288,13 +289,13 @@ def _in_depth_order(scanned: Any, plan: StackPlan) -> list[Traced]:
 def _output(residual: Residual, cache: Cache | None, traced: list[Traced], inputs: StackInput) -> StackOutput:
     """The output of a stack from what each layer kept, in depth order."""
     watched: dict[str, list[Any]] = {}
-    for layer, (_, routed) in enumerate(traced):
-        if inputs.watch and routed:
-            watched.setdefault(inputs.config.layer_kind(layer), []).append(routed.watched)
+    for layer, (_, shown) in enumerate(traced):
+        if seen := {name: shown[name] for name in inputs.watch if name in shown}:
+            watched.setdefault(inputs.config.layer_kind(layer), []).append(seen)
     stacked = {kind: jax.tree.map(lambda *x: jnp.stack(x), *layers) for kind, layers in watched.items()}
     return StackOutput(residual, cache, _trace(traced) if inputs.collect else None, stacked)
 
 
 def _trace(traced: list[Traced]) -> Trace:
-    experts = [routed.experts for _, routed in traced if routed is not None]
+    experts = [shown["experts"] for _, shown in traced if "experts" in shown]
     return Trace(jnp.stack([live for live, _ in traced]), jnp.stack(experts))

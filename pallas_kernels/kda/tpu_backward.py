@@ -28,8 +28,10 @@ from pallas_kernels.kda.tpu_chunk import (
     STRIP,
     VMEM_LIMIT,
     WIDTH,
+    BlockCopies,
     Copy,
     Index,
+    Position,
     Ref,
     Stage,
     beta_by_group,
@@ -426,14 +428,6 @@ def _finish(static: Static, refs: Refs, chunk: int, pair: int) -> Stage:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Position(NamedTuple):
-    """A block of work: sequence, group of heads, block of tokens."""
-
-    batch: Index
-    group: Index
-    block: Index
-
-
 class Hbm(NamedTuple):
     """The arrays in HBM; `dfinal` and `dinitial` are the state's gradients as [B, H, V, K]."""
 
@@ -445,33 +439,8 @@ class Hbm(NamedTuple):
     sums: Ref
 
 
-class Copies:
-    """The copies between HBM and the two buffers of every operand; a block's buffer is its number's parity."""
-
-    def __init__(self, static: Static, hbm: Hbm, refs: Refs, semaphores: Ref):
-        self.static, self.hbm, self.refs, self.semaphores = static, hbm, refs, semaphores
-
-    def _wide(self, ref: Ref, at: Position) -> Ref:
-        tall, wide = CHUNKS * CHUNK, self.static.heads * WIDTH
-        return ref.at[at.batch, pl.ds(at.block * tall, tall), pl.ds(at.group * wide, wide)]
-
-    def _narrow(self, ref: Ref, at: Position) -> Ref:
-        tall = CHUNKS * CHUNK
-        return ref.at[at.batch, at.group, pl.ds(at.block * tall, tall)]
-
-    def _chunks(self, at: Position) -> Any:
-        return pl.ds(at.block * CHUNKS, CHUNKS)
-
-    def heads(self, at: Position, per: int = 1) -> Any:
-        """The heads of a group, or their pairs, as an index."""
-        count = self.static.heads // per
-        return pl.ds(at.group * count, count)
-
-    def _make(self, pairs: list[tuple[Ref, Ref]], buffer: Index, semaphore: int) -> list[Copy]:
-        return [
-            pltpu.make_async_copy(source, target, self.semaphores.at[buffer, semaphore + i])
-            for i, (source, target) in enumerate(pairs)
-        ]
+class Copies(BlockCopies):
+    """The kernel's copies, by the stages that they serve."""
 
     def inputs(self, at: Position, buffer: Index) -> list[Copy]:
         """What stage A needs."""

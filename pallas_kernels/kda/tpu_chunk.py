@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
@@ -160,6 +161,45 @@ def emit(stages: list[tuple[list[float], int, list[Stage]]]) -> None:
         for stage in group:
             if next(stage, group) is not group:
                 raise AssertionError(f"a stage has more than its {yields} yields")
+
+
+class Position(NamedTuple):
+    """A block of work: sequence, group of heads, block of tokens."""
+
+    batch: Index
+    group: Index
+    block: Index
+
+
+class BlockCopies:
+    """Copies between HBM and the two buffers of every operand; a block's buffer is its number's parity."""
+
+    def __init__(self, static: Any, hbm: Any, refs: Any, semaphores: Ref):
+        self.static, self.hbm, self.refs, self.semaphores = static, hbm, refs, semaphores
+
+    def _wide(self, ref: Ref, at: Position) -> Ref:
+        """A block of [B, T, H 128]."""
+        tall, wide = CHUNKS * CHUNK, self.static.heads * WIDTH
+        return ref.at[at.batch, pl.ds(at.block * tall, tall), pl.ds(at.group * wide, wide)]
+
+    def _narrow(self, ref: Ref, at: Position) -> Ref:
+        """A block of [B, G, T, heads]."""
+        tall = CHUNKS * CHUNK
+        return ref.at[at.batch, at.group, pl.ds(at.block * tall, tall)]
+
+    def _chunks(self, at: Position) -> Any:
+        return pl.ds(at.block * CHUNKS, CHUNKS)
+
+    def heads(self, at: Position, per: int = 1) -> Any:
+        """The heads of a group, or their pairs, as an index."""
+        count = self.static.heads // per
+        return pl.ds(at.group * count, count)
+
+    def _make(self, pairs: list[tuple[Ref, Ref]], buffer: Index, semaphore: int) -> list[Copy]:
+        return [
+            pltpu.make_async_copy(source, target, self.semaphores.at[buffer, semaphore + i])
+            for i, (source, target) in enumerate(pairs)
+        ]
 
 
 def start(copies: list[Copy]) -> None:

@@ -28,9 +28,11 @@ from pallas_kernels.kda.tpu_chunk import (
     STRIP,
     VMEM_LIMIT,
     WIDTH,
+    BlockCopies,
     Copy,
     Documents,
     Index,
+    Position,
     Ref,
     Stage,
     beta_by_group,
@@ -327,14 +329,6 @@ def _advance(static: Static, refs: Refs, decays: Array, chunk: int, slot: Index,
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Position(NamedTuple):
-    """A block of work: sequence, group of heads, block of tokens."""
-
-    batch: Index
-    group: Index
-    block: Index
-
-
 class Hbm(NamedTuple):
     """The arrays in HBM: token arrays [B, T, H 128], beta [B, G, T, heads], documents [B, T / 64, 8, 128], states."""
 
@@ -351,51 +345,31 @@ class Hbm(NamedTuple):
     saved: Saved | None
 
 
-class Copies:
-    """The copies between HBM and the two buffers of every operand; a block's buffer is its number's parity."""
-
-    def __init__(self, static: Static, hbm: Hbm, refs: Refs, semaphores: Ref):
-        self.static, self.hbm, self.refs, self.semaphores = static, hbm, refs, semaphores
-
-    def _window(self, ref: Ref, at: Position) -> Ref:
-        tall, wide = CHUNKS * CHUNK, self.static.heads * WIDTH
-        return ref.at[at.batch, pl.ds(at.block * tall, tall), pl.ds(at.group * wide, wide)]
+class Copies(BlockCopies):
+    """The kernel's copies, by the stages that they serve."""
 
     def inputs(self, at: Position, buffer: Index) -> list[Copy]:
         """What stage A needs."""
-        hbm, refs, tall = self.hbm, self.refs, CHUNKS * CHUNK
-        pairs = [(self._window(getattr(hbm, name), at), getattr(refs, name)) for name in ("q", "k", "gate")]
-        pairs.append((hbm.beta.at[at.batch, at.group, pl.ds(at.block * tall, tall)], refs.beta))
+        hbm, refs = self.hbm, self.refs
+        pairs = [(self._wide(getattr(hbm, name), at), getattr(refs, name)) for name in ("q", "k", "gate")]
+        pairs.append((self._narrow(hbm.beta, at), refs.beta))
         if self.static.segmented:
-            pairs.append((hbm.documents.at[at.batch, pl.ds(at.block * CHUNKS, CHUNKS)], refs.documents))
-        return [
-            pltpu.make_async_copy(source, target.at[buffer], self.semaphores.at[buffer, i])
-            for i, (source, target) in enumerate(pairs)
-        ]
+            pairs.append((hbm.documents.at[at.batch, self._chunks(at)], refs.documents))
+        return self._make([(source, target.at[buffer]) for source, target in pairs], buffer, 0)
 
     def values(self, at: Position, buffer: Index) -> list[Copy]:
         """What stage C needs."""
-        source, target = self._window(self.hbm.v, at), self.refs.v.at[buffer]
-        return [pltpu.make_async_copy(source, target, self.semaphores.at[buffer, 5])]
+        return self._make([(self._wide(self.hbm.v, at), self.refs.v.at[buffer])], buffer, 5)
 
     def outputs(self, at: Position, buffer: Index) -> list[Copy]:
         """What stage C yields."""
-        pairs = [(self.refs.out, self._window(self.hbm.out, at))]
+        pairs = [(self.refs.out, self._wide(self.hbm.out, at))]
         if self.hbm.saved is not None and self.refs.saved is not None:
-            chunks = pl.ds(at.block * CHUNKS, CHUNKS)
-            half = self.static.heads // 2
             states, values, scores, inverse = self.hbm.saved
-            targets = [states.at[at.batch, chunks, self.heads(at)], self._window(values, at)]
-            targets += [x.at[at.batch, chunks, pl.ds(at.group * half, half)] for x in (scores, inverse)]
+            targets = [states.at[at.batch, self._chunks(at), self.heads(at)], self._wide(values, at)]
+            targets += [x.at[at.batch, self._chunks(at), self.heads(at, per=2)] for x in (scores, inverse)]
             pairs += zip(self.refs.saved, targets, strict=True)
-        return [
-            pltpu.make_async_copy(source.at[buffer], target, self.semaphores.at[buffer, 6 + i])
-            for i, (source, target) in enumerate(pairs)
-        ]
-
-    def heads(self, at: Position) -> Any:
-        """The heads of a group, as an index into states."""
-        return pl.ds(at.group * self.static.heads, self.static.heads)
+        return self._make([(source.at[buffer], target) for source, target in pairs], buffer, 6)
 
 
 def _following(static: Static, at: Position) -> Position:

@@ -19,9 +19,10 @@ from tests.nn.helpers import random_model, random_tokens, relative
 def test_a_correction_bias_changes_the_choice_and_never_the_weights(small: ModelConfig) -> None:
     router = Router(small, jax.random.key(0), dtype=jnp.float32)
     x = jax.random.normal(jax.random.key(1), (1, 9, small.width))
-    plain, _ = router(x)
+    plain = router(x).experts
     router.bias = router.bias.replace(jnp.array([0.0, 0.0, 10.0, 0.0]))
-    experts, weights = router(x)
+    choice = router(x)
+    experts, weights = choice.experts, choice.weights
     assert (experts == 2).any(axis=-1).all()
     assert not (plain == 2).any(axis=-1).all()
     scores = jax.nn.sigmoid(x @ router.weight.get_value())
@@ -35,7 +36,7 @@ def test_close_scores_are_told_apart_in_bfloat16(small: ModelConfig) -> None:
     column = jnp.ones((small.width, 1), jnp.bfloat16)
     router.weight = router.weight.replace(jnp.tile(column, 4))
     router.bias = router.bias.replace(jnp.array([0.0, 3e-6, 1e-6, 2e-6]))  # far below a bfloat16 step at 0.9
-    experts, _ = router(jnp.full((1, 1, small.width), 0.1, jnp.bfloat16))
+    experts = router(jnp.full((1, 1, small.width), 0.1, jnp.bfloat16)).experts
     assert sorted(experts[0, 0].tolist()) == [1, 3]
 
 

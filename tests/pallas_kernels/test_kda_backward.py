@@ -9,38 +9,7 @@ import pytest
 
 from pallas_kernels.kda import kda
 from pallas_kernels.kda.tpu_chunk import windows_for
-
-LOWER_BOUND = -5.0
-WIDTH = 128
-TOKENS = ("q", "k", "v", "gate", "beta")
-SLOW = -6.2  # a raw gate whose log decay is about -0.01
-
-
-def make(length, correlation, gate, *, dtype, batch=1, heads=2, seed=0):
-    """Arguments of `kda` by name; tokens' keys and queries have the given correlation."""
-    rng = np.random.default_rng(seed)
-    shape = (batch, length, heads, WIDTH)
-
-    def correlated():
-        shared, own = rng.normal(size=(batch, 1, heads, WIDTH)), rng.normal(size=shape)
-        return np.sqrt(correlation) * shared + np.sqrt(1 - correlation) * own
-
-    raw = {
-        "random": rng.normal(size=shape) - 2,
-        "slow": SLOW + 0.1 * rng.normal(size=shape),
-        "near-the-bound": 4 + rng.normal(size=shape),
-        "strong": 6 * rng.normal(size=shape),
-        "bursts": np.where(rng.random(shape) < 0.1, 10, -7) + rng.normal(size=shape),
-    }[gate]
-    tokens = {"q": correlated(), "k": correlated(), "v": rng.normal(size=shape), "gate": raw}
-    rest = {
-        "beta": rng.uniform(size=shape[:3]) if gate == "random" else np.full(shape[:3], 0.95),
-        "a_log": 0.05 * rng.normal(size=heads),
-        "dt_bias": 0.1 * rng.normal(size=(heads, WIDTH)),
-        "initial_state": 0.3 * rng.normal(size=(batch, heads, WIDTH, WIDTH)),
-    }
-    arguments = {name: jnp.asarray(x, dtype) for name, x in tokens.items()}
-    return arguments | {name: jnp.asarray(x, jnp.float32) for name, x in rest.items()}
+from tests.pallas_kernels.test_kda_tpu import LOWER_BOUND, TOKENS, make
 
 
 def weights_of(arguments, scale=1.0):

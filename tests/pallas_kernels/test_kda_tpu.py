@@ -36,6 +36,7 @@ def make(length, correlation=0.0, gate="random", *, dtype=jnp.bfloat16, batch=1,
         "open": -30 + rng.normal(size=shape),
         "strong": 6 * rng.normal(size=shape),
         "bursts": np.where(rng.random(shape) < 0.1, 10, -7) + rng.normal(size=shape),
+        "near-the-bound": 4 + np.random.default_rng(seed + 1).normal(size=shape),
     }[gate]
     tokens = {"q": correlated(), "k": correlated(), "v": rng.normal(size=shape), "gate": raw}
     arguments = {name: jnp.asarray(x, dtype) for name, x in tokens.items()}
