@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,28 @@ class MoEConfig:
 
 
 @dataclass(unsafe_hash=True, kw_only=True)
+class VisionConfig:
+    """Vision tower (MoonViT-V2) and projector."""
+
+    patch: int = 14  # pixels of a patch's side
+    grid_rows: int = 64  # of the learned position grid
+    grid_columns: int = 64
+    max_frames: int = 4  # of one video item
+    width: int = 1024
+    mlp_width: int = 4096
+    num_blocks: int = 27
+    num_heads: int = 12
+    head_dim: int = 128  # heads * head_dim is wider than the residual stream
+    norm_eps: float = 2.0**-23  # of the tower's norms; the release names none, 2^-7 is the other reading of that
+    projector_eps: float = 1e-5
+
+    @property
+    def merged_width(self) -> int:
+        """Numbers that the projector reads for a token: 2 x 2 patches."""
+        return 4 * self.width
+
+
+@dataclass(unsafe_hash=True, kw_only=True)
 class ModelConfig:
     """Everything that fixes the model's function. The defaults are the released Kimi K3."""
 
@@ -95,7 +118,8 @@ class ModelConfig:
     kda: KDAConfig = field(default_factory=KDAConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
-    vision_json: str = ""  # the released `vision_config`, verbatim JSON; empty for a text-only model
+    vision: VisionConfig | None = None  # none in a text-only model
+    vision_json: str = ""  # the released `vision_config` that was read, verbatim JSON
     extra_json: str = ""  # keys of the released config.json that do not change the text model, verbatim JSON
 
     def __post_init__(self) -> None:
@@ -144,7 +168,20 @@ class ModelConfig:
         if self.quantized_experts or moe.activations == "mxfp8":
             for key, size in (("latent_width", moe.latent_width), ("expert_width", moe.expert_width)):
                 _require(size % 32 == 0, f"moe.{key} = {size}: MXFP4 and MXFP8 need a multiple of 32")
+        if self.vision is not None:
+            self._validate_vision(self.vision)
         return self
+
+    def _validate_vision(self, vision: VisionConfig) -> None:
+        for key, size in dataclasses.asdict(vision).items():
+            low = 1 if isinstance(size, int) else 0
+            _require(size >= low, f"vision.{key} = {size}: must be at least {low}")
+        for key, size, multiple in (("head_dim", vision.head_dim, 4), ("width", vision.width, 2)):
+            _require(size % multiple == 0, f"vision.{key} = {size}: positions need a multiple of {multiple}")
+        _require(
+            0 <= self.media_id < self.vocab_size,
+            f"media_id = {self.media_id}: images need one below vocab_size = {self.vocab_size}",
+        )
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> ModelConfig:
@@ -189,10 +226,13 @@ class MeshShape:
 class DataConfig:
     """What a run reads and how it becomes rows of tokens."""
 
-    source: str = "python_stdlib"  # "python_stdlib", or a folder, file or glob of text / .jsonl files
-    text_key: str = "text"  # field of a .jsonl line that holds the text; a line with `messages` is a chat
+    source: str = "python_stdlib"  # that, or a folder, file or glob of text, .jsonl, .parquet or .array_record files
+    mixture: dict[str, float] = field(default_factory=dict)  # several sources with their shares of the documents
+    text_key: str = "text"  # field or column that holds the text; a .jsonl line with `messages` is a chat
     tokenizer: str = "bytes"  # "bytes", or a directory with tiktoken.model and tokenizer_config.json
     seq_len: int = 256
+    row_images: int = 0  # images that a row holds at most; 0 for texts alone
+    row_patches: int = 0  # patches of all of them
     batch_size: int = 4  # rows of an optimizer step, over all hosts and micro-batches
     eval_fraction: float = 0.03  # of the files, by a hash of the file's path
     eval_rows: int = 64  # rows of one evaluation
@@ -206,8 +246,9 @@ class OptimizerConfig:
 
     learning_rate: float = 2e-3
     min_lr_ratio: float = 0.1  # final learning rate over the peak
-    schedule: str = "cosine"  # "cosine" or "linear", after the warm-up
+    schedule: str = "cosine"  # after the warm-up: "cosine", "linear", or "wsd" (constant, then a line down)
     warmup_fraction: float = 0.01
+    decay_fraction: float = 0.2  # of the steps, at the end of "wsd"
     weight_decay: float = 0.1
     adam_learning_rate: float = 0.0  # peak for AdamW leaves; 0 takes learning_rate
     adam_b1: float = 0.9
@@ -215,6 +256,25 @@ class OptimizerConfig:
     muon_momentum: float = 0.95
     muon_steps: int = 5  # Newton-Schulz iterations
     clip_norm: float = 1.0
+    qk_clip: float = 100.0  # largest attention score that a head of MLA may reach before QK-Clip shrinks its weights
+
+
+@dataclass(kw_only=True)
+class Stage:
+    """A part of a run with its own length of context; it replaces the fields of these names."""
+
+    until: float = 1.0  # share of the run's steps at its end
+    seq_len: int = 256
+    batch_size: int = 4
+    accumulate: int = 1
+
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Low-rank adapters on attention and shared weights, trained in place of the model."""
+
+    rank: int = 0  # 0: train the model itself
+    alpha: float = 16.0  # an adapter's product is scaled by alpha / rank
 
 
 @dataclass(kw_only=True)
@@ -231,13 +291,36 @@ class TrainRun:
     accumulate: int = 1  # micro-batches of an optimizer step
     stack: str = "scan"  # "scan" or "loop"
     qat: bool = False  # quantisation-aware: the forward pass rounds routed experts to MXFP4 and their inputs to MXFP8
-    remat: str = "layer"  # "layer" recomputes each layer in the backward pass, "none" keeps everything
+    remat: str = "layer"  # what the backward pass recomputes: "layer" (all), "none", or kinds: "kda_moe,mla_moe"
     loss_chunk: int = 512  # tokens whose logits exist at one time
+    stages: list[Stage] = field(default_factory=list)  # lengths of context one after the other; none: one stage
+    router_warmup: int = 0  # passes over the first batch that only balance the routers, before the first step
+    z_loss: float = 0.0  # weight of the mean squared log normaliser of the logits
+    mtp_weight: float = 0.0  # of the loss of multi-token prediction; 0: no such layer
+    lora: LoraConfig = field(default_factory=LoraConfig)
     log_every: int = 10
     eval_every: int = 200
     checkpoint_every: int = 200
-    keep_checkpoints: int = 2
+    keep_checkpoints: int = 2  # the newest ones
+    keep_every: int = 0  # and for good those of every so many steps; 0: none
+    max_skipped: int = 5  # updates in a row left out because loss or gradient is not finite, before the run gives up
+    hang_seconds: int = 600  # that a phase of the run may take before it is called a hang; 0: never
+    profile_step: int = 0  # first step of an xprof trace in run_dir/xprof; 0: none
+    profile_steps: int = 3
     init_from: str = ""  # HF or Orbax directory whose weights start the run; empty: random weights
+
+    @property
+    def stage_ends(self) -> list[int]:
+        """The last step of each stage."""
+        return [round(stage.until * self.steps) for stage in self.stages] or [self.steps]
+
+    def in_stage(self, index: int) -> TrainRun:
+        """The run as it is in one of its stages: a run of the same steps without stages."""
+        if not self.stages:
+            return self
+        stage = self.stages[index]
+        data = dataclasses.replace(self.data, seq_len=stage.seq_len, batch_size=stage.batch_size)
+        return dataclasses.replace(self, data=data, accumulate=stage.accumulate, stages=[])
 
 
 @dataclass(kw_only=True)
@@ -246,10 +329,17 @@ class ServeRun:
 
     slots: int = 8  # sequences decoded together
     max_context: int = 1024  # prompt and completion tokens of one sequence
-    prefill_chunk: int = 128  # tokens of one prefill step
+    prefill_chunk: int = 128  # tokens of a prompt that one prefill step reads
+    prefill_rows: int = 1  # prompts that one prefill step reads
+    cache_tokens: int = 0  # of MLA cache, of all sequences and kept prompts together; 0: what all slots can fill
+    latents: str = ""  # "fp8" keeps the MLA cache in float8_e4m3fn; empty: in the compute dtype
+    snapshot_mib: int = 256  # for KDA states of prompts that have been read (the prefix cache); 0 keeps none
+    snapshot_every: int = 4096  # tokens of a prompt between two of them; also at its end, and where prompts part
     default_max_tokens: int = 16  # where a completion names none; a chat gets the rest of the context
     max_top_logprobs: int = 5
     dtype: str = ""  # compute dtype; empty keeps the checkpoint's
+    image_folder: str = ""  # chats may name image files below it; empty allows data URLs alone
+    plan_model: str = "k3"  # model of configs/models that `k3jax.plan` plans for; serving takes the checkpoint's
     mesh: MeshShape = field(default_factory=MeshShape)
 
 
@@ -259,6 +349,12 @@ Run = TypeVar("Run", TrainRun, ServeRun, ModelConfig)
 def load_model_config(name: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ModelConfig:
     """Read `configs/models/NAME.yaml`, a YAML file, or a directory with a released config.json."""
     return _build(ModelConfig, _model_mapping(name), overrides, str(name)).validate()
+
+
+def load_any_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainRun | ServeRun:
+    """A recipe of either kind, told apart by its keys."""
+    serving = {field.name for field in dataclasses.fields(ServeRun)} - {"mesh"}
+    return load_run(ServeRun if serving & _read_yaml(Path(path)).keys() else TrainRun, path, overrides)
 
 
 def load_run(cls: type[Run], path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Run:
@@ -280,7 +376,9 @@ def to_yaml(config: Any) -> str:
 # The smallest sensible value of each count in a training run.
 _LOWEST = dict.fromkeys(("steps", "accumulate", "log_every", "checkpoint_every", "keep_checkpoints", "loss_chunk"), 1)
 _LOWEST |= {"data.batch_size": 1, "data.seq_len": 1, "optimizer.muon_steps": 1}
+_LOWEST |= {"keep_every": 0, "max_skipped": 0, "hang_seconds": 0, "profile_step": 0, "profile_steps": 1}
 _LOWEST |= {"eval_every": 0, "data.eval_rows": 0, "data.workers": 0, "data.shuffle_seed": 0}
+_LOWEST |= {"router_warmup": 0, "lora.rank": 0, "data.row_images": 0, "data.row_patches": 0}
 
 
 def _at(config: Any, key: str) -> Any:
@@ -293,22 +391,57 @@ def _at(config: Any, key: str) -> Any:
 def _validate_train(run: TrainRun) -> None:
     for key, value, valid in (
         ("stack", run.stack, ("scan", "loop")),
-        ("remat", run.remat, ("layer", "none")),
-        ("optimizer.schedule", run.optimizer.schedule, ("cosine", "linear")),
+        ("optimizer.schedule", run.optimizer.schedule, ("cosine", "linear", "wsd")),
     ):
         _require(value in valid, f"{key} = {value}: one of {', '.join(valid)}")
     for key, low in _LOWEST.items():
         value = _at(run, key)
         _require(value >= low, f"{key} = {value}: must be at least {low}")
-    for key in ("optimizer.learning_rate", "optimizer.clip_norm"):
+    kinds = sorted({run.model.layer_kind(layer) for layer in range(run.model.num_layers)})
+    known = run.remat in ("layer", "none") or set(run.remat.split(",")) <= set(kinds)
+    _require(known, f"remat = {run.remat}: layer, none, or a list of this model's kinds of layers: {','.join(kinds)}")
+    for key in ("optimizer.learning_rate", "optimizer.clip_norm", "optimizer.qk_clip"):
         _require(0 < _at(run, key) < float("inf"), f"{key} = {_at(run, key)}: must be a number above 0")
-    for key in ("optimizer.min_lr_ratio", "optimizer.warmup_fraction", "data.eval_fraction"):
+    alone = not (run.lora.rank and run.mtp_weight)
+    _require(alone, f"mtp_weight = {run.mtp_weight}: adapters (lora.rank) do not train its layer; leave one at 0")
+    for key in ("z_loss", "mtp_weight"):
+        _require(0 <= _at(run, key) < float("inf"), f"{key} = {_at(run, key)}: must be 0 or a number above it")
+    shares = ("min_lr_ratio", "warmup_fraction", "decay_fraction")
+    for key in (*(f"optimizer.{name}" for name in shares), "data.eval_fraction"):
         _require(0 <= _at(run, key) <= 1, f"{key} = {_at(run, key)}: must lie in [0, 1]")
+    for source, weight in run.data.mixture.items():
+        _require(0 < weight < float("inf"), f"data.mixture: {source} has weight {weight}, it must be a number above 0")
     _require(0 <= run.seed < 2**63, f"seed = {run.seed}: must lie in [0, 2^63)")
+    images, patches = run.data.row_images, run.data.row_patches
+    _require(
+        patches % 4 == 0 and 4 * images <= patches,
+        f"data.row_patches = {patches}: a multiple of 4, and at least 4 for each of data.row_images = {images}",
+    )
+    _require(not images or run.model.vision is not None, f"data.row_images = {images}: the model has no vision part")
+    patch = run.model.vision.patch if run.model.vision else 14
+    _require(not images or patch == 14, f"model.vision.patch = {patch}: images are prepared in patches of 14")
+    _validate_stages(run)
     _require(
         run.data.batch_size % run.accumulate == 0,
         f"data.batch_size = {run.data.batch_size} is not a multiple of accumulate = {run.accumulate}",
     )
+
+
+def _validate_stages(run: TrainRun) -> None:
+    ends = [0, *run.stage_ends]
+    rising = all(a < b for a, b in itertools.pairwise(ends))
+    _require(
+        rising and ends[-1] == run.steps,
+        f"stages: they end after steps {ends[1:]}; each must end after the one before, the last at steps = {run.steps} "
+        "(until: 1.0)",
+    )
+    for index, stage in enumerate(run.stages):
+        for key in ("seq_len", "batch_size", "accumulate"):
+            _require(getattr(stage, key) >= 1, f"stages[{index}].{key} = {getattr(stage, key)}: must be at least 1")
+        _require(
+            stage.batch_size % stage.accumulate == 0,
+            f"stages[{index}].batch_size = {stage.batch_size} is not a multiple of accumulate = {stage.accumulate}",
+        )
 
 
 def _build(cls: type[Run], mapping: dict[str, Any], overrides: Sequence[str], place: str) -> Run:
@@ -316,8 +449,8 @@ def _build(cls: type[Run], mapping: dict[str, Any], overrides: Sequence[str], pl
     recipe = _resolve_model(mapping, place)
     merged = _merge(schema, OmegaConf.create(recipe), place)
     for override in overrides:
-        _require("=" in override, f"override {override!r}: write key=value")
         key, _, text = override.partition("=")
+        _require("=" in override and all(key.split(".")), f"override {override!r}: write key=value")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
@@ -335,12 +468,12 @@ def _resolve_model(mapping: dict[str, Any], place: str) -> dict[str, Any]:
         return {**mapping, "model": _model_mapping(mapping["model"])}
     if isinstance(mapping.get("model"), dict) and "base" in mapping["model"]:
         rest = {key: value for key, value in mapping["model"].items() if key != "base"}
-        base = OmegaConf.merge(_model_mapping(mapping["model"]["base"]), rest)
+        base = OmegaConf.merge(_model_mapping(mapping["model"]["base"], "model.base"), rest)
         return {**mapping, "model": OmegaConf.to_container(base)}
     return mapping
 
 
-def _model_mapping(name: str | os.PathLike[str]) -> dict[str, Any]:
+def _model_mapping(name: str | os.PathLike[str], key: str = "model") -> dict[str, Any]:
     path = Path(name)
     if path.is_dir():
         return dataclasses.asdict(ModelConfig.from_hf(path))
@@ -349,7 +482,9 @@ def _model_mapping(name: str | os.PathLike[str]) -> dict[str, Any]:
     named = CONFIG_DIR / "models" / f"{name}.yaml"
     if not named.exists():
         known = sorted(p.stem for p in (CONFIG_DIR / "models").glob("*.yaml"))
-        raise ConfigError(f"model = {name}: no such model{_nearest(str(name), known)}; known: {', '.join(known)}")
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{key} = {name}: no such model{hint} (known: {', '.join(known)}, or a file or folder)")
     return _read_yaml(named)
 
 
@@ -378,8 +513,31 @@ def _merge(base: Any, update: Any, place: str) -> Any:
         known = [str(k) for k in node] if OmegaConf.is_dict(node) else []
         raise ConfigError(f"{place}: unknown key {full}{_nearest(key, known)}") from error
     except omegaconf.errors.OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"{place}: {error.full_key}: {reason}") from error
+        reason = _wrong_kind(base, update, error.full_key) or f"{error.full_key}: {str(error).splitlines()[0]}"
+        raise ConfigError(f"{place}: {reason}") from error
+
+
+def _wrong_kind(base: Any, update: Any, failed: str | None, prefix: str = "") -> str | None:
+    """What is wrong with the first value of `update` that is of another kind than that of `base`."""
+    for key, value in update.items():
+        known, full = base.get(key), f"{prefix}{key}"
+        kind = _kind(known)
+        if OmegaConf.is_dict(known) and OmegaConf.is_dict(value):
+            if reason := _wrong_kind(known, value, failed, f"{full}."):
+                return reason
+        elif kind and (OmegaConf.is_dict(known) or value is None or full == failed):
+            return f"{full} = {'(nothing)' if value is None else value}: must be {kind}"
+    return None
+
+
+def _kind(known: Any) -> str:
+    """Words for the kind of a default value; empty for one that may be left out."""
+    if OmegaConf.is_dict(known):
+        return f"a mapping{' with keys of ' + ', '.join(known) if known else ''}"
+    if OmegaConf.is_list(known):
+        return "a list"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    return words.get(type(known), "")
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

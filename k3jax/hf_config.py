@@ -17,7 +17,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from k3jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from k3jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig, VisionConfig
 
 Json = dict[str, Any]
 
@@ -56,7 +56,43 @@ _LINEAR = {
     "short_conv_kernel_size": "kda.conv_width",
     "gate_lower_bound": "kda.gate_lower_bound",
 }
-_FLOATS = {"norm_eps", "situ_beta", "situ_linear_beta", "init_std", "moe.scaling_factor", "kda.gate_lower_bound"}
+# key of vision_config -> field of VisionConfig
+_VISION = {
+    "patch_size": "patch",
+    "init_pos_emb_height": "grid_rows",
+    "init_pos_emb_width": "grid_columns",
+    "init_pos_emb_time": "max_frames",
+    "vt_hidden_size": "width",
+    "vt_intermediate_size": "mlp_width",
+    "vt_num_hidden_layers": "num_blocks",
+    "vt_num_attention_heads": "num_heads",
+    "projector_ln_eps": "projector_eps",
+}
+_NORM_EPS = "norm_eps"  # of the tower; no released file has it
+_VISION_MECHANISMS: dict[str, Any] = {
+    "model_type": "moonvit3d",
+    "pos_emb_type": "divided_fixed",
+    "pos_emb_interpolation_mode": "bilinear",
+    "norm_type": "rmsnorm",
+    "mlp_type": "mlp2",
+    "activation_func": "gelu_pytorch_tanh",
+    "attn_bias": False,
+    "linear_bias": False,
+    "patch_embed_proj_bias": False,
+    "merge_kernel_size": [2, 2],
+    "merge_type": "sd2_tpool",
+    "mm_projector_type": "patchmergerv2",
+    "projector_hidden_act": "gelu",
+}
+_FLOATS = {
+    "norm_eps",
+    "projector_eps",
+    "situ_beta",
+    "situ_linear_beta",
+    "init_std",
+    "moe.scaling_factor",
+    "kda.gate_lower_bound",
+}
 # Token ids: at both levels of the released file. The last two may be null or absent, which is -1 in ModelConfig.
 _IDS = {
     "bos_token_id": "bos_id",
@@ -135,7 +171,7 @@ def model_config_from_hf(source: Mapping[str, Any] | str | os.PathLike[str]) -> 
     values |= {"name": name, "dtype": _dtype(top, text), "quantized_experts": _is_quantized(top, text)}
     values["vision_json"] = json.dumps(top["vision_config"]) if top.get("vision_config") is not None else ""
     values["extra_json"] = json.dumps(_rest(top))
-    return _assemble(values).validate()
+    return _assemble(values, _vision(top, text["hidden_size"])).validate()
 
 
 def model_config_to_hf(config: ModelConfig) -> Json:
@@ -152,8 +188,8 @@ def model_config_to_hf(config: ModelConfig) -> Json:
         text["num_key_value_heads"] = config.mla.num_heads
     _write_ids(config, top, text)
     _write_quantization(config, top, text)
-    if config.vision_json:
-        top["vision_config"] = json.loads(config.vision_json)
+    if config.vision_json or config.vision is not None:
+        top["vision_config"] = _released_vision(config)
     return top
 
 
@@ -249,6 +285,38 @@ def _mla_layers(linear: Json, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted(layer - 1 for layer in mla))
 
 
+def _vision(top: Json, text_width: int) -> VisionConfig | None:
+    """The tower's numbers; none where the file has not all of them, as in a text model that was cut out of K3."""
+    derived = {"qkv_hidden_size", "mm_hidden_size", "text_hidden_size"}
+    released = {} if top.get("vision_config") is None else _mapping(top, "vision_config")
+    if not released.keys() >= {*_VISION, *_VISION_MECHANISMS, *derived}:
+        return None
+    values = {field: _number(released, key, field) for key, field in _VISION.items()}
+    widths = {"mm_hidden_size": values["width"], "text_hidden_size": text_width}
+    for key, supported in (_VISION_MECHANISMS | widths).items():
+        _supported(f"vision_config.{key}", released[key], supported)
+    inner, heads = released["qkv_hidden_size"], values["num_heads"]
+    _require(
+        _is_number(inner, int) and inner % (4 * heads) == 0,  # rotary positions turn pairs, by column and row in turn
+        f"config.json: vision_config.qkv_hidden_size = {inner!r}: must be a multiple of 4 x {heads} heads",
+    )
+    if _NORM_EPS in released:
+        values["norm_eps"] = _number(released, _NORM_EPS, "norm_eps")
+    return VisionConfig(**values, head_dim=inner // heads)
+
+
+def _released_vision(config: ModelConfig) -> Json:
+    """The file's vision_config: what was read, with the tower's numbers as they are now."""
+    found, vision = json.loads(config.vision_json or "{}"), config.vision
+    if vision is None:
+        return found
+    found = (found or dict(_VISION_MECHANISMS)) | {key: getattr(vision, field) for key, field in _VISION.items()}
+    found |= {"mm_hidden_size": vision.width, "text_hidden_size": config.width}
+    if _NORM_EPS in found or vision.norm_eps != VisionConfig.norm_eps:
+        found[_NORM_EPS] = vision.norm_eps
+    return found | {"qkv_hidden_size": vision.num_heads * vision.head_dim}
+
+
 def _dtype(top: Json, text: Json) -> str:
     """The compute dtype: the file's own (`torch_dtype` in older files), bfloat16 where it names none."""
     named = (section.get(key) for section in (text, top) for key in ("dtype", "torch_dtype"))
@@ -323,7 +391,7 @@ def _write_quantization(config: ModelConfig, top: Json, text: Json) -> None:
         text["quantization_config"] = copy.deepcopy(_QUANTIZATION)
 
 
-def _assemble(values: Json) -> ModelConfig:
+def _assemble(values: Json, vision: VisionConfig | None) -> ModelConfig:
     """A ModelConfig from {"field": value, "part.field": value}."""
     parts: dict[str, Json] = {"kda": {}, "mla": {}, "moe": {}}
     flat: Json = {}
@@ -331,7 +399,7 @@ def _assemble(values: Json) -> ModelConfig:
         part, _, field = path.rpartition(".")
         (parts[part] if part else flat)[field] = value
     kda, mla, moe = KDAConfig(**parts["kda"]), MLAConfig(**parts["mla"]), MoEConfig(**parts["moe"])
-    return ModelConfig(**flat, kda=kda, mla=mla, moe=moe)
+    return ModelConfig(**flat, kda=kda, mla=mla, moe=moe, vision=vision)
 
 
 def _get(config: ModelConfig, path: str) -> Any:

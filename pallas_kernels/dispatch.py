@@ -2,7 +2,9 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -13,6 +15,22 @@ BY_PLATFORM = {"cpu": "xla", "gpu": "xla", "cuda": "xla", "rocm": "xla", "tpu": 
 
 _log = logging.getLogger("pallas_kernels")
 _announced: set[tuple[str, str]] = set()
+_compiled_for: ContextVar[str | None] = ContextVar("compiled_for", default=None)
+
+
+@contextmanager
+def compiling_for(platform: str) -> Iterator[None]:
+    """Trace what is inside for `platform`, which need not be present: programs compiled ahead of time."""
+    token = _compiled_for.set(platform)
+    try:
+        yield
+    finally:
+        _compiled_for.reset(token)
+
+
+def target_platform() -> str:
+    """The platform that kernels are chosen for: JAX's default one, unless `compiling_for` another."""
+    return _compiled_for.get() or jax.default_backend()
 
 
 @functools.cache
@@ -32,10 +50,10 @@ def resolve(
 ) -> Callable[..., Any]:
     """Return the body of `op` to run and log the choice once at INFO.
 
-    `implementation` is one of `NAMES`, an alias in `ALIASES`, or None: then `by_platform[jax.default_backend()]`.
+    `implementation` is one of `NAMES`, an alias in `ALIASES`, or None: then `by_platform[target_platform()]`.
     Raises ValueError for an unknown name and NotImplementedError for a body that `op` does not have.
     """
-    platform = jax.default_backend()
+    platform = target_platform()
     name = by_platform.get(platform, "xla") if implementation is None else ALIASES.get(implementation, implementation)
     if name not in NAMES:
         valid = ", ".join((*NAMES, *ALIASES))

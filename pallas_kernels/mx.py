@@ -202,10 +202,7 @@ def dequantize(x: MXFP4Array, dtype: DTypeLike = "float32") -> Float[Array, "*le
     """
     packed, scales = x.to_checkpoint()
     codes = _interleave(packed & 15, packed >> 4)
-    if isinstance(packed, np.ndarray):
-        values = _E2M1_VALUES[codes]
-    else:
-        values = _e2m1_bits(codes.astype("int32")).view("float32")
+    values = _E2M1_VALUES[codes] if isinstance(packed, np.ndarray) else e2m1_bits(codes.astype("int32")).view("float32")
     return _apply_scales(values, scales, dtype)
 
 
@@ -302,7 +299,7 @@ def _element_codes(xp: Any, bits: Any, scale: Any, element: _Element) -> Any:
     return xp.where(scale == NAN_SCALE, 0, code | sign)
 
 
-def _e2m1_bits(codes: Array) -> Array:
+def e2m1_bits(codes: Array) -> Array:
     """E2M1 codes int32 -> the float32 bits of their values."""
     magnitude = codes & 7
     bits = jnp.where(magnitude >= 2, 252 + magnitude, jnp.where(magnitude == 1, 252, 0)) << 22

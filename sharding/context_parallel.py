@@ -7,8 +7,9 @@ state, and then run their piece from the result. The backward pass sends cotange
 The local kernel measures all of this: from a state of zero it ends in C; with values of zero, from a state of I, it
 ends in M and outputs the p_t. Documents need no care here: a piece that starts one forgets S_in, so that its M is zero.
 
-The functions are called inside a `shard_map`, with the name of the axis. Gradients of arguments that are equal on all
-shards (a_log, dt_bias, conv weights, initial states) are each shard's part of a sum over the axis.
+The functions are called inside a `shard_map`, with the name of the axis; None is a row in one piece. Gradients of
+arguments that are equal on all shards (a_log, dt_bias, conv weights, initial states) are each shard's part of a sum
+over the axis.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ def context_parallel_kda(
     gate: Float[Array, "B T H K"],
     beta: Float[Array, "B T H"],
     *,
-    axis: str,
+    axis: str | None,
     a_log: Float[Array, "H"],
     dt_bias: Float[Array, "H K"],
     initial_state: Float[Array, "B H K V"] | None = None,
@@ -44,7 +45,7 @@ def context_parallel_kda(
     as is the returned state after the row's last token. Costs three local runs forward and one backward.
     """
     arrays = {"q": q, "k": k, "v": v, "gate": gate, "beta": beta, "a_log": a_log, "dt_bias": dt_bias}
-    if jax.lax.axis_size(axis) == 1:
+    if axis is None or jax.lax.axis_size(axis) == 1:
         return kda(**arrays, initial_state=initial_state, segment_ids=segment_ids)
     wide = jnp.promote_types(jnp.float32, q.dtype)
     if initial_state is None:
@@ -59,7 +60,7 @@ def context_parallel_short_conv(
     x: Float[Array, "B T C"],
     weights: Float[Array, "C W"],
     *,
-    axis: str,
+    axis: str | None,
     initial_state: Float[Array, "B W-1 C"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T C"], Float[Array, "B W-1 C"]]:
@@ -68,8 +69,9 @@ def context_parallel_short_conv(
     `short_conv` is `pallas_kernels.short_conv.short_conv` or one like it; arguments and the returned state as in
     `context_parallel_kda`, padding at the end of a row only. Raises ValueError where T < W - 1.
     """
-    size, length, history = jax.lax.axis_size(axis), x.shape[1], weights.shape[1] - 1
-    if size == 1:
+    length, history = x.shape[1], weights.shape[1] - 1
+    size = 1 if axis is None else jax.lax.axis_size(axis)
+    if axis is None or size == 1:
         return short_conv(x, weights, initial_state=initial_state, segment_ids=segment_ids)
     if length < history:
         raise ValueError(f"a shard of {length} tokens is too short for {history + 1} taps: it needs {history} or more")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from k3jax.config import ConfigError, ModelConfig
+from k3jax.config import ConfigError, ModelConfig, VisionConfig
 
 FULL_ATTENTION = [*range(4, 93, 4), 93]  # 1-based
 
@@ -199,6 +199,49 @@ def test_changed_numbers_are_written_everywhere(release):
     assert text["hidden_size"] == 640
     assert text["id2label"] == release["text_config"]["id2label"]
     assert "quantization_config" not in text
+
+
+TOWER = VisionConfig(width=64, num_blocks=3, num_heads=2, head_dim=48, norm_eps=2.0**-7)
+
+
+def test_a_tower_of_our_own_is_written_in_the_released_shape(release):
+    config = dataclasses.replace(ModelConfig(), vision=TOWER)
+    written = config.to_hf()
+    assert plain(ModelConfig.from_hf(written)) == plain(config)
+    vision = written["vision_config"]
+    assert (vision["qkv_hidden_size"], vision["mm_hidden_size"], vision["text_hidden_size"]) == (96, 64, 7168)
+    assert (vision["model_type"], vision["merge_kernel_size"], vision["norm_eps"]) == ("moonvit3d", [2, 2], 2.0**-7)
+
+
+def test_a_tower_is_read_as_its_file_says_and_other_keys_are_kept(golden):
+    source = json.loads((golden / "tiny_vision" / "config.json").read_text())
+    source["vision_config"]["_attn_implementation"] = "flash_attention_2"
+    config = ModelConfig.from_hf(source)
+    sizes = {"grid_rows": 8, "grid_columns": 8, "width": 64, "mlp_width": 176, "num_blocks": 3}
+    assert config.vision == VisionConfig(**sizes, num_heads=3, head_dim=24)
+    assert config.to_hf() == source
+    changed = dataclasses.replace(config, vision=dataclasses.replace(config.vision, norm_eps=2.0**-7)).to_hf()
+    assert changed["vision_config"] == source["vision_config"] | {"norm_eps": 2.0**-7}
+
+
+def test_a_vision_config_without_all_numbers_describes_no_tower(release):
+    assert ModelConfig.from_hf(release).vision is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("norm_type", "layernorm", "norm_type = 'layernorm': only 'rmsnorm'"),
+        ("attn_bias", True, "attn_bias = True: only False"),
+        ("pos_emb_interpolation_mode", "bicubic", "pos_emb_interpolation_mode = 'bicubic': only 'bilinear'"),
+        ("mm_hidden_size", 9, "mm_hidden_size = 9: only 64"),
+        ("text_hidden_size", 9, "text_hidden_size = 9: only 7168"),
+        ("qkv_hidden_size", 98, "qkv_hidden_size = 98: must be a multiple of 4 x 2 heads"),
+    ],
+)
+def test_another_tower_is_refused_by_name(key, value, message):
+    written = dataclasses.replace(ModelConfig(), vision=TOWER).to_hf()
+    assert f"vision_config.{message}" in refused(change(written, f"vision_config.{key}", value))
 
 
 def test_rope_keys_change_nothing(release):

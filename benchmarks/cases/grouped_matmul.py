@@ -23,17 +23,17 @@ def _mxfp4(*dims: int) -> MXFP4Array:
     return MXFP4Array(shape(jnp.uint8, *lead, width // 2), shape(jnp.uint8, *lead, width // 32))
 
 
-def _decode(rows: int, layout: Layout) -> Program:
-    """`rows` rows in each of 56 experts, from sorted bf16 rows to weighted bf16 rows."""
+def mlp(rows: int, experts: int, layout: Layout = "decode", activations: str = "bf16") -> Program:
+    """`rows` rows in each expert, from sorted bf16 rows to weighted ones; MXFP8 rows were rounded before dispatch."""
     outs = [(HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN)]
-    weights = [jax.eval_shape(partial(decode_layout, layout=layout), _mxfp4(EXPERTS, *dims)) for dims in outs]
+    weights = [jax.eval_shape(partial(decode_layout, layout=layout), _mxfp4(experts, *dims)) for dims in outs]
 
-    def decode(x: Any, w1: Any, w3: Any, w2: Any, sizes: Any, row_weights: Any) -> Any:
-        options: dict[str, Any] = {"beta": 4.0, "linear_beta": 25.0, "implementation": "tpu"}
-        return expert_ffn(x, w1, w3, w2, sizes, row_weights=row_weights, **options)
+    def run(x: Any, w1: Any, w3: Any, w2: Any, sizes: Any, row_weights: Any) -> Any:
+        options: dict[str, Any] = {"implementation": "tpu", "activations": activations}
+        return expert_ffn(x, w1, w3, w2, sizes, beta=4.0, linear_beta=25.0, row_weights=row_weights, **options)
 
-    tokens = shape(jnp.bfloat16, rows * EXPERTS, WIDTH)
-    return decode, (tokens, *weights, shape(jnp.int32, EXPERTS), shape(jnp.float32, rows * EXPERTS)), ()
+    tokens = shape(jnp.bfloat16, rows * experts, WIDTH)
+    return run, (tokens, *weights, shape(jnp.int32, experts), shape(jnp.float32, rows * experts)), ()
 
 
 def _decode_case(rows: int, layout: Layout = "decode") -> Case:
@@ -42,34 +42,37 @@ def _decode_case(rows: int, layout: Layout = "decode") -> Case:
     bodies = bodies_for(rows * EXPERTS, words)
     body = next(i for i, body in enumerate(bodies) if rows <= body.rows and not (words and body.few))
     trips = (1, *(EXPERTS if i == body else 0 for i in range(len(bodies))))
-    return Case(f"mxfp4_{layout}_r{rows}", EXPERTS, partial(_decode, rows, layout), trips)
+    return Case(f"mxfp4_{layout}_r{rows}", EXPERTS, partial(mlp, rows, EXPERTS, layout), trips)
 
 
-def _prefill(rows: int, layout: Layout, activations: str) -> Program:
-    """As `_decode`, with 8 experts. MXFP8 rows were rounded before dispatch, once per token."""
-    outs = [(HIDDEN, WIDTH), (HIDDEN, WIDTH), (WIDTH, HIDDEN)]
-    weights = [jax.eval_shape(partial(decode_layout, layout=layout), _mxfp4(FEW, *dims)) for dims in outs]
-
-    def prefill(x: Any, w1: Any, w3: Any, w2: Any, sizes: Any, row_weights: Any) -> Any:
-        options: dict[str, Any] = {"implementation": "tpu", "activations": activations}
-        return expert_ffn(x, w1, w3, w2, sizes, beta=4.0, linear_beta=25.0, row_weights=row_weights, **options)
-
-    tokens = shape(jnp.bfloat16, rows * FEW, WIDTH)
-    return prefill, (tokens, *weights, shape(jnp.int32, FEW), shape(jnp.float32, rows * FEW)), ()
-
-
-def _prefill_case(rows: int, layout: Layout = "decode", activations: str = "bf16") -> Case:
-    """Traced loops of both kernels: subtiles of the tail; more subtiles where a tile has several; both ways; items."""
-    several = () if rows == SUBTILE else (rows // SUBTILE - 1,)
+def _prefill_case(rows: int, layout: Layout = "decode", activations: str = "bf16", *, narrow: bool = True) -> Case:
+    """The trips of both kernels; `narrow`: all experts' scales fit into the exponents of float8."""
     steps = [columns // divisor(columns, most) for columns, most in ((HIDDEN, STEP // 2), (WIDTH, STEP))]
-    trips = [(0, *several, 1, 0, 0, FEW * n) for n in steps]
-    name = f"mxfp4_prefill_r{rows}" + "_mxfp8" * (activations != "bf16") + layout.removeprefix("decode")
-    return Case(name, FEW, partial(_prefill, rows, layout, activations), (*trips[0], *trips[1]))
+    trips = [trip for n in steps for trip in _expanding(rows, n, narrow)]
+    kind = "_mxfp8" * (activations != "bf16") + "_wide" * (not narrow) + layout.removeprefix("decode")
+    return Case(f"mxfp4_prefill_r{rows}{kind}", FEW, partial(mlp, rows, FEW, layout, activations), tuple(trips))
+
+
+def _expanding(rows: int, steps: int, narrow: bool) -> tuple[int, ...]:
+    """Traced loops: subtiles of the tail; more subtiles where a tile has several; narrow; subtiles; wide; all steps."""
+    subtiles = rows // SUBTILE
+    more = () if subtiles == 1 else ((subtiles - 1) * narrow,)
+    return (0, *more, int(narrow), subtiles * (not narrow), int(not narrow), FEW * steps)
+
+
+def _mxfp4_matmul(rows: int) -> Program:
+    """One matmul of w1's shape, `rows` rows in each of 8 experts."""
+    weight = jax.eval_shape(decode_layout, _mxfp4(FEW, HIDDEN, WIDTH))
+    return partial(grouped_matmul, implementation="tpu"), (_tokens(rows), weight, shape(jnp.int32, FEW)), ()
+
+
+def _tokens(rows: int) -> Any:
+    return shape(jnp.bfloat16, rows * FEW, WIDTH)
 
 
 def _float_matmul(rows: int) -> Program:
     """One bf16 matmul of w1's shape, `rows` rows in each of 8 experts."""
-    shapes = shape(jnp.bfloat16, rows * FEW, WIDTH), shape(jnp.bfloat16, FEW, WIDTH, HIDDEN), shape(jnp.int32, FEW)
+    shapes = _tokens(rows), shape(jnp.bfloat16, FEW, WIDTH, HIDDEN), shape(jnp.int32, FEW)
     return partial(grouped_matmul, implementation="tpu"), shapes, ()
 
 
@@ -93,6 +96,8 @@ CASES = (
     *(_decode_case(rows, "decode_words") for rows in (2, 16)),  # of v6e and v5p
     *(_prefill_case(rows, activations=a) for a in ("bf16", "mxfp8_hidden") for rows in (128, 512)),
     _prefill_case(128, "decode_words"),
+    _prefill_case(128, narrow=False),
+    Case("gmm_mxfp4_r512", FEW, partial(_mxfp4_matmul, 512), _expanding(512, 1, narrow=True)),
     Case("gmm_bf16_r512", FEW, partial(_float_matmul, 512), _FORWARD),
     Case("gmm_bf16_r512_bwd", FEW, partial(_float_gradients, 512), (*_D_ROWS, *_D_WEIGHTS)),
 )

@@ -3,7 +3,7 @@
 from benchmarks import registry as registered
 from benchmarks.device_cases.case import DeviceCase
 
-FAMILIES = ("kda", "mla", "grouped_matmul")
+FAMILIES = ("kda", "mla", "attn_res", "grouped_matmul")
 
 
 def registry() -> dict[str, tuple[DeviceCase, ...]]:

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-ADAPTERS = {"kda": ("tokamax_kda",)}  # by kernel family
+ADAPTERS = {"kda": ("tokamax_kda",), "grouped_matmul": ("tokamax_gmm",)}  # by kernel family
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-peers" / "bin" / "python"

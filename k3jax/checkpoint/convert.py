@@ -41,8 +41,10 @@ class Converted:
     @cached_property
     def entries(self) -> list[Entry]:
         """The source's, with those of the experts replaced."""
-        kept = [entry for entry in self.source.entries if entry.family.where == VISION]
-        return entries(self.config) + kept
+        known = entries(self.config)
+        names = {entry.name for entry in known}
+        carried = [e for e in self.source.entries if e.family.where == VISION and e.name not in names]
+        return known + carried
 
     @cached_property
     def _original(self) -> dict[str, Entry]:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from k3jax.checkpoint.exporter import export_checkpoint
 from k3jax.checkpoint.layout import Sizes
-from k3jax.checkpoint.names import PAD, PREFIX, Entry, Placement, axis_sizes, entries, placements
+from k3jax.checkpoint.names import PAD, Entry, Placement, axis_sizes, entries, placements
 from k3jax.checkpoint.orbax_io import named_leaves
 from k3jax.checkpoint.orbax_tree import join_parts
 from k3jax.checkpoint.work import default_workers
@@ -38,7 +38,8 @@ def hf_tensors(tree: Transformer, dense: bool = False) -> dict[str, jax.Array]:
     for placement in placements(config):
         if all(leaf == PAD or leaf in values for leaf in placement.leaves):
             stacked = _on_disk(placement, values, sizes)
-            tensors |= {PREFIX + name: jnp.asarray(stacked[index]) for name, index in placement.tensors()}
+            prefix = placement.family.prefix
+            tensors |= {prefix + name: jnp.asarray(stacked[index]) for name, index in placement.tensors()}
     return tensors
 
 
@@ -65,7 +66,8 @@ class ModelSource:
     def __init__(self, model: Transformer) -> None:
         self._values = {name: np.asarray(leaf) for name, leaf in named_leaves(model).items()}
         quantized = any(name.endswith(".codes") for name in self._values)
-        self.config = dataclasses.replace(model.config, quantized_experts=quantized, vision_json="")
+        described = model.config.vision_json if model.config.vision is not None else ""  # no tensors, no description
+        self.config = dataclasses.replace(model.config, quantized_experts=quantized, vision_json=described)
         self.entries = entries(self.config)
 
     def dtype(self, entry: Entry) -> np.dtype:
@@ -86,7 +88,7 @@ class ModelSource:
 
 
 def save_hf(model: Transformer, directory: str | os.PathLike[str]) -> None:
-    """Write the text model as a directory in the released layout: a shard for each layer, one for the rest.
+    """Write the model as a directory in the released layout: a shard for each layer, one for the rest.
 
     The model is gathered in host memory. Files appear whole: the index, without which nothing loads, comes last.
     """

@@ -17,12 +17,10 @@ from k3jax.checkpoint.names import (
     WEIGHT,
     Entry,
     Placement,
-    TensorSpec,
     axis_sizes,
+    carried_entry,
     entries,
     placements,
-    vision_entry,
-    vision_specs,
 )
 from k3jax.checkpoint.safetensors_dir import DTYPES, CheckpointError, SafetensorsDir, StoredTensor
 from k3jax.config import ConfigError, ModelConfig
@@ -54,14 +52,20 @@ class HFCheckpoint:
 
     @cached_property
     def placements(self) -> list[Placement]:
-        """The families of the text model that the checkpoint holds."""
+        """The families of the model that the checkpoint holds."""
         return placements(self.config)
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """All that it holds: the text model layer by layer, then tower and projector."""
-        vision = sorted(name for name in self.files.tensors if name.startswith(VISION_PREFIXES))
-        return entries(self.config) + [vision_entry(name, self.files.tensors[name].shape) for name in vision]
+        """All that it holds: the model layer by layer, tower and projector, and what is only carried of those."""
+        return entries(self.config) + [carried_entry(name, self.files.tensors[name].shape) for name in self._carried]
+
+    @cached_property
+    def _carried(self) -> list[str]:
+        """Tensors of a tower that the config does not describe: they stay as they are."""
+        if self.config.vision is not None:
+            return []
+        return sorted(name for name in self.files.tensors if name.startswith(VISION_PREFIXES))
 
     def stored(self, name: str) -> StoredTensor:
         """Where the tensor of this name (without prefix) lies."""
@@ -124,27 +128,15 @@ class HFCheckpoint:
         return f"{self.stored(name).file}: {self._full(name)}"
 
     def _check_names(self) -> None:
-        expected = {self.prefix + name for placement in self.placements for name, _ in placement.tensors()}
-        expected |= {spec.name for spec in self._vision_specs()}
-        found = set(self.files.tensors)
-        if not self._vision_specs():  # a config that does not describe the tower: its tensors are carried as they are
-            found = {name for name in found if not name.startswith(VISION_PREFIXES)}
+        expected = {self._full(name) for placement in self.placements for name, _ in placement.tensors()}
+        found = self.files.tensors.keys() - set(self._carried)
         missing, unexpected = sorted(expected - found), sorted(found - expected)
         if missing or unexpected:
             kinds = (("missing", missing), ("unexpected", unexpected))
             counts = " and ".join(f"{len(n)} tensors are {what} (first: {n[0]})" for what, n in kinds if n)
             raise CheckpointError(f"{self.files.folder}: against its config.json {counts}")
 
-    def _vision_specs(self) -> list[TensorSpec]:
-        try:
-            return list(vision_specs(self.config))
-        except (KeyError, TypeError, ValueError):  # not all of its numbers
-            return []
-
     def _check_tensors(self) -> None:
-        for spec in self._vision_specs():
-            if (shape := self.stored(spec.name).shape) != spec.shape:
-                raise CheckpointError(f"{self._place(spec.name)}: shape {shape}; config.json implies {spec.shape}")
         sizes = axis_sizes(self.config)
         for placement in self.placements:
             shape, dtypes = placement.family.layout.disk_shape(sizes), _DTYPES[placement.family.dtype]

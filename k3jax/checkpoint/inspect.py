@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -21,7 +20,6 @@ from k3jax.checkpoint.names import (
     Family,
     active_parameters,
     tensor_specs,
-    vision_specs,
 )
 from k3jax.checkpoint.safetensors_dir import DTYPES
 from k3jax.checkpoint.source import Source, open_source
@@ -70,9 +68,9 @@ def summarise(source: Source) -> Summary:
 
 def inspect_config(config: ModelConfig) -> Summary:
     """Summary of the released-layout checkpoint that a model of this config would have."""
-    specs = itertools.chain(tensor_specs(config), vision_specs(config))
     dtypes = _RELEASED_DTYPES
-    return Summary(config, _rows(config, ((s.family, s.shape, dtypes[s.family.dtype], 1) for s in specs)))
+    specs = ((s.family, s.shape, dtypes[s.family.dtype], 1) for s in tensor_specs(config))
+    return Summary(config, _rows(config, specs))
 
 
 def _rows(config: ModelConfig, tensors: Iterable[tuple[Family, tuple[int, ...], str, int]]) -> list[Row]:

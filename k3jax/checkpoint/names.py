@@ -6,15 +6,13 @@ the leaves it fills, the change of layout, and its dtype.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from k3jax.checkpoint.layout import Layout, Sizes
-from k3jax.config import ModelConfig
+from k3jax.config import ModelConfig, VisionConfig
 from k3jax.nn.plan import Depth
 from pallas_kernels.mx import BLOCK
 
@@ -30,8 +28,8 @@ class Family:
     """Tensors of one name, one for each layer (or expert of a layer) that has them.
 
     `where` is "model", "vision", or the part of a layer: "layer" (all), "kda", "mla", "dense", "moe"; `{e}` in `name`
-    is the expert, `{b}` the block of the vision tower. `leaves` are paths below the model or the layer; several leaves
-    split the layout's `a+b` axis.
+    is the expert, `{b}` the block of the vision tower. `leaves` are paths below the model, the layer or the tower's
+    block; several leaves split the layout's `a+b` axis.
     """
 
     where: str
@@ -49,6 +47,15 @@ class Family:
     def per_expert(self) -> bool:
         """Whether there is one tensor for each routed expert."""
         return "{e}" in self.name
+
+    @property
+    def per_block(self) -> bool:
+        """Whether there is one tensor for each block of the vision tower."""
+        return "{b}" in self.name
+
+    def at(self, layer: int) -> str:
+        """Name on disk in a layer or a block of the tower, without prefix, `{e}` in place of the expert."""
+        return self.name.replace("{b}", str(layer)) if self.per_block else f"model.layers.{layer}.{self.name}"
 
     def parameters(self, elements: int) -> int:
         """Weights that a tensor of `elements` stored elements holds: two in a packed byte, none in a scale."""
@@ -134,56 +141,59 @@ MXFP4_EXPERTS = tuple(
     for suffix, part, n in ((".weight_packed", "codes", 2), (".weight_scale", "scales", BLOCK))
 )
 _BLOCK = "vision_tower.encoder.blocks.{{b}}.{0}.weight"
+BLOCKS = "vision.tower.blocks."  # the model's leaves of the tower's blocks, stacked
 
-
-def _vision(name: str, axes: str) -> Family:
-    return Family(VISION, name, (name,), Layout(f"{axes} -> {axes}"))
-
-
-# The vision tower and the projector (spec vision-and-chat 1.3), kept as they lie on disk under their released names.
+# Vision tower and projector (spec vision-and-chat 1.3)
 VISION_FAMILIES = (
-    _vision("vision_tower.patch_embed.proj.weight", "vit channels patch_row patch_column"),
-    _vision("vision_tower.patch_embed.pos_emb.weight", "grid_rows grid_columns vit"),
-    *(_vision(_BLOCK.format(norm), "vit") for norm in ("norm0", "norm1")),
-    _vision(_BLOCK.format("wqkv"), "vit_qkv vit"),
-    _vision(_BLOCK.format("wo"), "vit vit_inner"),
-    _vision(_BLOCK.format("mlp.fc0"), "vit_mlp vit"),
-    _vision(_BLOCK.format("mlp.fc1"), "vit vit_mlp"),
-    _vision("vision_tower.encoder.final_layernorm.weight", "vit"),
-    _vision("mm_projector.proj.0.weight", "merged merged"),
-    _vision("mm_projector.proj.2.weight", "embed merged"),
-    _vision("mm_projector.post_norm.weight", "embed"),
-)
+    _row(VISION, "vision_tower.patch_embed.proj.weight", "vision.tower.patch",
+         "vit channels patch_rows patch_columns -> channels patch_rows patch_columns vit"),
+    _row(VISION, "vision_tower.patch_embed.pos_emb.weight", "vision.tower.grid",
+         "grid_rows grid_columns vit -> grid_rows grid_columns vit"),
+    _row(VISION, _BLOCK.format("norm0"), "norm0.weight", "vit -> vit"),
+    _row(VISION, _BLOCK.format("norm1"), "norm1.weight", "vit -> vit"),
+    _row(VISION, _BLOCK.format("wqkv"), "qkv",
+         "(vit_qkv vit_heads vit_head_dim) vit -> vit vit_qkv vit_heads vit_head_dim"),
+    _row(VISION, _BLOCK.format("wo"), "out", "vit (vit_heads vit_head_dim) -> vit_heads vit_head_dim vit"),
+    _row(VISION, _BLOCK.format("mlp.fc0"), "up", "vit_mlp vit -> vit vit_mlp"),
+    _row(VISION, _BLOCK.format("mlp.fc1"), "down", "vit vit_mlp -> vit_mlp vit"),
+    _row(VISION, "vision_tower.encoder.final_layernorm.weight", "vision.tower.final_norm.weight", "vit -> vit"),
+    _row(VISION, "mm_projector.proj.0.weight", "vision.projector.up", "merged_mlp merged -> merged merged_mlp"),
+    _row(VISION, "mm_projector.proj.2.weight", "vision.projector.down", "embed merged_mlp -> merged_mlp embed"),
+    _row(VISION, "mm_projector.post_norm.weight", "vision.projector.norm.weight", "embed -> embed"),
+)  # fmt: skip
 TABLE = FAMILIES + FLOAT_EXPERTS + MXFP4_EXPERTS + VISION_FAMILIES
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A family in one stack of layers: its leaves are stacked over `layers` (in depth order) and, within, experts."""
+    """A family in one stack: its leaves are stacked over `layers` (in depth order) and, within, over experts.
+
+    `stack` is the path of the stack's leaves, with a dot at its end; empty for a tensor of the whole model.
+    """
 
     family: Family
-    kind: str | None  # of the layers; None for a tensor of the whole model
+    stack: str
     layers: tuple[int, ...]
     experts: int | None
 
     @property
     def leaves(self) -> tuple[str, ...]:
         """Full paths of the model's leaves, PAD where zeros are."""
-        return _below(f"stacks.{self.kind}." if self.kind else "", self.family.leaves)
+        return _below(self.stack, self.family.leaves)
 
     @property
     def lead(self) -> tuple[int, ...]:
         """Leading dims of the leaves: layers, then experts."""
-        layers = (len(self.layers),) if self.kind else ()
+        layers = (len(self.layers),) if self.stack else ()
         return layers if self.experts is None else (*layers, self.experts)
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name on disk without prefix, index into the leading dims) of every tensor."""
-        if self.kind is None:
+        if not self.stack:
             yield self.family.name, ()
             return
         for i, layer in enumerate(self.layers):
-            name = f"model.layers.{layer}.{self.family.name}"
+            name = self.family.at(layer)
             if self.experts is None:
                 yield name, (i,)
             else:
@@ -257,21 +267,23 @@ class Entry:
 
 
 def entries(config: ModelConfig) -> list[Entry]:
-    """The text model's entries, layer by layer; then those of no layer."""
+    """The model's entries, layer by layer; then those of no layer, and tower and projector."""
     sizes, found = axis_sizes(config), []
     for placement in placements(config):
-        family = placement.family
+        family, is_vision = placement.family, placement.family.where == VISION
+        stem = BLOCKS if is_vision else "layers."
         for row, layer in enumerate(placement.layers):
-            name, arrays = f"model.layers.{layer}.{family.name}", _below(f"layers.{layer}.", family.leaves)
-            found.append((layer, Entry(family, name, arrays, placement.leaves, (row,), placement.experts, sizes)))
-        if placement.kind is None:
+            arrays = _below(f"{stem}{layer}.", family.leaves)
+            entry = Entry(family, family.at(layer), arrays, placement.leaves, (row,), placement.experts, sizes)
+            found.append((config.num_layers + 1 if is_vision else layer, entry))
+        if not placement.stack:
             entry = Entry(family, family.name, family.leaves, placement.leaves, (), None, sizes)
-            found.append((config.num_layers, entry))
+            found.append((config.num_layers + is_vision, entry))
     return [entry for _, entry in sorted(found, key=lambda item: item[0])]
 
 
-def vision_entry(name: str, shape: tuple[int, ...]) -> Entry:
-    """A tensor of the vision tower or the projector, kept under its released name."""
+def carried_entry(name: str, shape: tuple[int, ...]) -> Entry:
+    """A tensor of a tower or projector that the config does not describe, kept as it is under its released name."""
     axes = [f"d{i}" for i in range(len(shape))]
     layout = Layout(f"{' '.join(axes)} -> {' '.join(axes)}")
     return Entry(
@@ -296,18 +308,24 @@ class TensorSpec:
 def placements(config: ModelConfig) -> list[Placement]:
     """Every family in every stack of `config`; MXFP4 experts where `config.quantized_experts`."""
     families = (*FAMILIES, *(MXFP4_EXPERTS if config.quantized_experts else FLOAT_EXPERTS))
-    placed = [Placement(family, None, (), None) for family in families if family.where == "model"]
+    placed = [Placement(family, "", (), None) for family in families if family.where == "model"]
     for kind, layers in Depth(config).layers_of.items():
         parts = ("layer", *kind.split("_"))
         for family in families:
             if family.where in parts:
                 experts = config.moe.num_experts if family.per_expert else None
-                placed.append(Placement(family, kind, tuple(layers), experts))
+                placed.append(Placement(family, f"stacks.{kind}.", tuple(layers), experts))
+    if config.vision is not None:
+        blocks = tuple(range(config.vision.num_blocks))
+        placed += [
+            Placement(family, BLOCKS, blocks, None) if family.per_block else Placement(family, "", (), None)
+            for family in VISION_FAMILIES
+        ]
     return placed
 
 
 def tensor_specs(config: ModelConfig, *, weight_dtype: str = "bfloat16") -> Iterator[TensorSpec]:
-    """Every text tensor of `config`'s checkpoint as it lies on disk."""
+    """Every tensor of `config`'s checkpoint as it lies on disk."""
     sizes = axis_sizes(config)
     for placement in placements(config):
         family = placement.family
@@ -315,35 +333,6 @@ def tensor_specs(config: ModelConfig, *, weight_dtype: str = "bfloat16") -> Iter
         dtype = weight_dtype if family.dtype == WEIGHT else family.dtype
         for name, _ in placement.tensors():
             yield TensorSpec(name, shape, dtype, family)
-
-
-def vision_specs(config: ModelConfig, *, weight_dtype: str = "bfloat16") -> Iterator[TensorSpec]:
-    """Every tensor of tower and projector as `config.vision_json` implies them; none without it."""
-    vision = json.loads(config.vision_json or "null")
-    if vision is None:
-        return
-    sizes = _vision_sizes(config, vision)
-    for family in VISION_FAMILIES:
-        shape = family.layout.disk_shape(sizes)
-        for block in range(vision["vt_num_hidden_layers"] if "{b}" in family.name else 1):
-            yield TensorSpec(family.name.replace("{b}", str(block)), shape, weight_dtype, family)
-
-
-def _vision_sizes(config: ModelConfig, vision: dict[str, Any]) -> Sizes:
-    rows, columns = vision["merge_kernel_size"]
-    return {
-        "vit": vision["vt_hidden_size"],
-        "vit_mlp": vision["vt_intermediate_size"],
-        "vit_inner": vision["qkv_hidden_size"],
-        "vit_qkv": 3 * vision["qkv_hidden_size"],
-        "channels": 3,
-        "patch_row": vision["patch_size"],
-        "patch_column": vision["patch_size"],
-        "grid_rows": vision["init_pos_emb_height"],
-        "grid_columns": vision["init_pos_emb_width"],
-        "merged": rows * columns * vision["mm_hidden_size"],
-        "embed": config.width,
-    }
 
 
 def active_parameters(config: ModelConfig, family: Family, parameters: int) -> int:
@@ -375,4 +364,22 @@ def axis_sizes(config: ModelConfig) -> Sizes:
         "latent": moe.latent_width,
         "expert_mlp": moe.expert_width,
         "shared_mlp": moe.shared_width,
+        **({} if config.vision is None else _vision_sizes(config.vision)),
+    }
+
+
+def _vision_sizes(vision: VisionConfig) -> Sizes:
+    return {
+        "vit": vision.width,
+        "vit_qkv": 3,
+        "vit_heads": vision.num_heads,
+        "vit_head_dim": vision.head_dim,
+        "vit_mlp": vision.mlp_width,
+        "channels": 3,
+        "patch_rows": vision.patch,
+        "patch_columns": vision.patch,
+        "grid_rows": vision.grid_rows,
+        "grid_columns": vision.grid_columns,
+        "merged": vision.merged_width,
+        "merged_mlp": vision.merged_width,
     }

@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 
 from k3jax.checkpoint.arrays import METADATA, DamagedError
 from k3jax.checkpoint.folder import Folder, is_remote
-from k3jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from k3jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig, VisionConfig
 from k3jax.nn.param import is_variable
 
 Tree = TypeVar("Tree")
@@ -49,11 +49,16 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run: saves in the background, keeps the newest `keep`, restores the newest whole one."""
+    """The checkpoints of one run: saves in the background, restores the newest whole one.
 
-    def __init__(self, run_dir: Path, *, keep: int) -> None:
+    It keeps the newest `keep`, and for good those of steps that `keep_every` divides (0: none).
+    """
+
+    def __init__(self, run_dir: Path, *, keep: int, keep_every: int = 0) -> None:
         self.folder = run_dir.absolute() / CHECKPOINTS
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, keep_period=keep_every or None, cleanup_tmp_directories=True
+        )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, step: int, *, trees: Mapping[str, Any], records: Mapping[str, Any]) -> None:
@@ -146,7 +151,8 @@ def read_model_config(step: Folder) -> ModelConfig:
     """The config of a checkpoint's model."""
     record = read_record(step, MODEL)
     parts = {"kda": KDAConfig(**record["kda"]), "mla": MLAConfig(**record["mla"]), "moe": MoEConfig(**record["moe"])}
-    return ModelConfig(**{**record, **parts}).validate()
+    vision = record.get("vision")  # records of older text models have none
+    return ModelConfig(**{**record, **parts, "vision": vision and VisionConfig(**vision)}).validate()
 
 
 def model_record(config: ModelConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import tensorstore as ts
 from k3jax.checkpoint import arrays, orbax_io
 from k3jax.checkpoint.arrays import ArrayTree, DamagedError
 from k3jax.checkpoint.folder import Folder, is_remote
-from k3jax.checkpoint.names import PAD, VISION_PREFIXES, Entry, entries, vision_entry
+from k3jax.checkpoint.names import PAD, VISION_PREFIXES, Entry, carried_entry, entries
 from k3jax.checkpoint.safetensors_dir import CheckpointError
 from k3jax.checkpoint.side_files import PLAN
 from k3jax.config import ModelConfig
@@ -43,9 +43,9 @@ class OrbaxCheckpoint:
 
     @cached_property
     def entries(self) -> list[Entry]:
-        """All that it holds: the text model layer by layer, then tower and projector."""
+        """All that it holds: the model layer by layer, tower and projector, and what is only carried of those."""
         vision = sorted(name for name in self.tree.names if name.startswith(VISION_PREFIXES))
-        return entries(self.config) + [vision_entry(name, self.tree.open(name).shape) for name in vision]
+        return entries(self.config) + [carried_entry(name, self.tree.open(name).shape) for name in vision]
 
     def dtype(self, entry: Entry) -> np.dtype:
         """Of an entry's tensors."""

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from k3jax.nn.norm import RMSNorm
 from k3jax.nn.param import cast, constant, island
-from pallas_kernels.attn_res import BankRead, read, read_bank
+from pallas_kernels.attn_res import BankRead, read, read_bank, read_norm
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,22 @@ class Mix(nnx.Module):
         return cast(self.query, island(dtype)) * cast(self.norm, island(dtype))
 
     def __call__(
-        self, bank: BankRead, live: Float[Array, "B T D"], has_live: bool | Bool[Array, ""]
-    ) -> Float[Array, "B T D"]:
-        """The mix of what this read saw of the bank with the live sum."""
-        return read(bank, live, has_live, self.folded(live.dtype), eps=self.eps)
+        self,
+        bank: BankRead,
+        live: Float[Array, "B T D"],
+        has_live: bool | Bool[Array, ""],
+        norm: RMSNorm,
+        *,
+        update: Float[Array, "B T D"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """The live sum after `update`, and the `norm` of its mix with what this read saw of the bank."""
+        query, weight = self.folded(live.dtype), cast(norm.weight, live.dtype)
+        options: Any = {"update": update, "eps": self.eps, "norm_eps": norm.eps}
+        return read_norm(bank, live, has_live, query, weight, **options)
 
     def of(self, residual: Residual) -> Float[Array, "B T D"]:
-        """A read that stands alone, outside a block."""
+        """The mix itself, of a read that stands alone, outside a block."""
         query = self.folded(residual.live.dtype)
         bank = read_bank(residual.snapshots, residual.count, query[None], eps=self.eps)
-        return self(jax.tree.map(lambda x: x[0], bank), residual.live, residual.has_live)
+        bank = jax.tree.map(lambda x: x[0], bank)
+        return read(bank, residual.live, residual.has_live, query, eps=self.eps)

@@ -9,8 +9,9 @@ from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from k3jax.config import ModelConfig
-from k3jax.nn.param import normal, project
+from k3jax.nn.param import normal, partial_product, project
 from pallas_kernels.situ import situ_glu
+from sharding.local import total
 
 
 class FFN(nnx.Module):
@@ -25,6 +26,10 @@ class FFN(nnx.Module):
         self.beta, self.linear_beta = config.situ_beta, config.situ_linear_beta
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return total(self.partial(x), "mlp")
+
+    def partial(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """The output of the inner units that this device has."""
         gate, up = project(x, self.gate), project(x, self.up)
         hidden = situ_glu(gate, up, beta=self.beta, linear_beta=self.linear_beta)
-        return project(hidden, self.down)
+        return partial_product(hidden, self.down)

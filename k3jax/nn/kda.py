@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,14 +12,18 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from k3jax.config import ModelConfig
+from k3jax.nn.cache import KDACache
 from k3jax.nn.norm import rms_normalise
 from k3jax.nn.param import Param, cast, constant, island, normal, project
-from pallas_kernels.kda import kda, kda_decode
-from pallas_kernels.short_conv import short_conv, short_conv_decode
+from k3jax.nn.watch import NOTHING, Watch
+from pallas_kernels.kda import kda, kda_decode_step
+from pallas_kernels.short_conv import short_conv
+from sharding.context_parallel import context_parallel_kda, context_parallel_short_conv
+from sharding.local import axis_of
 
 
 class KDA(nnx.Module):
-    """One KDA mixer. Its cache is the recurrent state [B, H, K, V] float32 and the last conv inputs [B, W-1, 3 H K]."""
+    """One KDA mixer. It keeps the recurrent state [H, K, V] float32 and the last conv inputs [W-1, 3 H, K]."""
 
     def __init__(self, config: ModelConfig, key: PRNGKeyArray, *, dtype: Any):
         c, d = config.kda, config.width
@@ -46,39 +52,52 @@ class KDA(nnx.Module):
         x: Float[Array, "B T D"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        cache: tuple[Float[Array, "B H K V"], Float[Array, "B W C"]] | None = None,
-        length: Int[Array, "B"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], tuple[Float[Array, "B H K V"], Float[Array, "B W C"]]]:
-        """Mix tokens; segment id -1 is padding. Returns the output and the cache after the last real token.
-
-        `length` (tokens seen so far) is what MLA needs beside its cache; a recurrent state does not.
+        cache: KDACache | None = None,
+        watch: Watch = NOTHING,
+    ) -> tuple[Float[Array, "B T D"], KDACache | None, dict[str, Any]]:
+        """Mix tokens; segment id -1 is padding. Returns the output, the cache after the last real token, and nothing
+        to show.
         """
-        state, history = (None, None) if cache is None else cache
         qkv = jnp.concatenate([self._flat(project(x, w)) for w in (self.q, self.k, self.v)], axis=-1)
         taps = jnp.concatenate(
             [w.get_value().reshape(-1, w.shape[-1]) for w in (self.q_conv, self.k_conv, self.v_conv)]
         )
         gate = project(project(x, self.decay_down), self.decay_up)
         beta = jax.nn.sigmoid(project(x, self.beta).astype(island(x.dtype)))
-        step = self._one_token if cache is not None and x.shape[1] == 1 else self._sequence
-        o, state, history = step(qkv, taps, gate, beta, state, history, segment_ids)
-        return self._output(x, o), (state, history)
+        if cache is not None and x.shape[1] == 1:
+            o, cache = self._one_token(qkv, taps, gate, beta, project(x, self.out_gate), cache)
+            return project(o, self.out, dims=2), cache, {}
+        state, history = (None, None) if cache is None else cache.rows()
+        o, state, history = self._sequence(qkv, taps, gate, beta, state, history, segment_ids)
+        cache = None if cache is None else cache.with_rows(state, history)
+        return self._output(x, o), cache, {}
 
     def _sequence(self, qkv, taps, gate, beta, state, history, segment_ids):  # type: ignore[no-untyped-def]
-        qkv, history = short_conv(qkv, taps, initial_state=history, segment_ids=segment_ids)
+        pieces: dict[str, Any] = {"axis": axis_of("seq"), "segment_ids": segment_ids}
+        qkv, history = context_parallel_short_conv(short_conv, qkv, taps, initial_state=history, **pieces)
         q, k, v = self._heads(qkv)
-        o, state = kda(q, k, v, gate, beta, initial_state=state, segment_ids=segment_ids, **self._decay())
+        decay = self._decay()
+        local = partial(kda, lower_bound=decay.pop("lower_bound"))
+        o, state = context_parallel_kda(local, q, k, v, gate, beta, initial_state=state, **decay, **pieces)
         return o, state, history
 
-    def _one_token(self, qkv, taps, gate, beta, state, history, segment_ids):  # type: ignore[no-untyped-def]
-        qkv, new_history = short_conv_decode(qkv[:, 0], taps, history)
-        q, k, v = self._heads(qkv)
-        o, new_state = kda_decode(q, k, v, gate[:, 0], beta[:, 0], state, **self._decay())
-        if segment_ids is not None:  # a padded row keeps its cache
-            real = segment_ids[:, 0] >= 0
-            new_state = jnp.where(real[:, None, None, None], new_state, state)
-            new_history = jnp.where(real[:, None, None], new_history, history)
-        return o[:, None], new_state, new_history
+    def _one_token(self, qkv, taps, gate, beta, out_gate, cache: KDACache):  # type: ignore[no-untyped-def]
+        """Conv, step, norm and gate of one token a row, on the pools in place. A row without a slot changes nothing."""
+        channels = cache.history.shape[2:]  # as the pool has them: it must not be laid out anew
+        o, history, state = kda_decode_step(
+            qkv[:, 0].reshape(-1, *channels),
+            gate[:, 0],
+            beta[:, 0],
+            out_gate[:, 0],
+            cache.history,
+            cache.state,
+            cache.slots,
+            conv_weights=taps.reshape(*channels, -1),
+            norm_weight=cast(self.out_norm, cache.state.dtype),
+            norm_eps=self.norm_eps,
+            **self._decay(),
+        )
+        return o[:, None], dataclasses.replace(cache, state=state, history=history)
 
     def _decay(self) -> dict[str, Any]:
         parameters = {"a_log": self.a_log.get_value(), "dt_bias": self.dt_bias.get_value()}

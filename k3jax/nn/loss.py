@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from k3jax.nn.param import cast, island, matmul_precision
+from sharding.local import index_of, largest, total
 
 if TYPE_CHECKING:
     from k3jax.nn.transformer import Transformer
@@ -27,9 +30,13 @@ def batch_loss(
     loss_mask: Bool[Array, "B T"],
     *,
     chunk: int,
+    features: Float[Array, "B N D"] | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Sum of nats over the tokens in `loss_mask` and their number; `chunk` tokens have logits at one time."""
-    hidden = model.hidden(tokens, segment_ids=segment_ids).hidden
+    """Sum of nats over the tokens in `loss_mask` and their number; `chunk` tokens have logits at one time.
+
+    `features` are those of the images in the rows (`Transformer.hidden`).
+    """
+    hidden = model.hidden(tokens, segment_ids=segment_ids, features=features).hidden
     return head_loss(model, hidden, targets, loss_mask, chunk=chunk)
 
 
@@ -42,6 +49,29 @@ def head_loss(
     chunk: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The same from the hidden states that the head reads."""
+    sums = head_sums(model, hidden, targets, loss_mask, chunk=chunk)
+    return sums.nats, sums.tokens
+
+
+class HeadSums(NamedTuple):
+    """Sums over the tokens in the loss mask: their nats, the squares of their log normalisers, and their number."""
+
+    nats: Float[Array, ""]
+    squares: Float[Array, ""]  # of logsumexp(logits), what a z-loss weighs
+    tokens: Float[Array, ""]
+
+
+def head_sums(
+    model: Transformer,
+    hidden: Float[Array, "B T D"],
+    targets: Int[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
+    *,
+    chunk: int,
+) -> HeadSums:
+    """As `head_loss`, with what a z-loss needs."""
+    hidden, head = _head_first(hidden, model.lm_head.get_value())
+    head = cast(model.lm_head.replace(head), hidden.dtype)
     flat, labels, mask = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), loss_mask.reshape(-1)
     size = min(chunk, labels.shape[0])
     pad = -labels.shape[0] % size
@@ -51,15 +81,40 @@ def head_loss(
         jnp.pad(mask, (0, pad)).reshape(-1, size),
     )
 
-    def piece_loss(piece: tuple[Array, Array, Array]) -> Float[Array, ""]:
+
+    def piece_loss(piece: tuple[Array, Array, Array]) -> Float[Array, " 2"]:
         hidden, labels, mask = piece
-        logits = model.logits(hidden)
+        logits = head_logits(hidden, head)
         # Compare and sum instead of indexing: the gradient of an index is a scatter.
-        picked = jnp.sum(jnp.where(jnp.arange(logits.shape[-1]) == labels[:, None], logits, 0.0), axis=-1)
-        return jnp.sum(jnp.where(mask, jax.nn.logsumexp(logits, axis=-1) - picked, 0.0))
+        ids = jnp.arange(logits.shape[-1]) + index_of("vocab") * logits.shape[-1]
+        picked = jnp.sum(jnp.where(ids == labels[:, None], logits, 0.0), axis=-1)
+        normaliser = _logsumexp(logits)
+        both = jnp.stack([normaliser - total(picked, "vocab"), jnp.square(normaliser)])
+        return jnp.sum(jnp.where(mask, both, 0.0), axis=-1)
 
     if labels.shape[0] <= chunk:
-        total = piece_loss(jax.tree.map(lambda x: x[0], pieces))
+        sums = piece_loss(jax.tree.map(lambda x: x[0], pieces))
     else:
-        total = jnp.sum(jax.lax.map(jax.checkpoint(piece_loss), pieces))
-    return total, jnp.sum(mask.astype(jnp.float32))
+        sums = jnp.sum(jax.lax.map(jax.checkpoint(piece_loss), pieces), axis=0)
+    return HeadSums(sums[0], sums[1], jnp.sum(mask.astype(jnp.float32)))
+
+
+@jax.custom_vjp
+def _head_first(hidden: Array, head: Array) -> tuple[Array, Array]:
+    """The same; the head's gradient, as large as any, is summed and stored before that of the layers begins."""
+    return hidden, head
+
+
+_head_first.defvjp(lambda *x: (x, None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
+
+
+def head_logits(hidden: Float[Array, "*b D"], head: Float[Array, "D V"]) -> Float[Array, "*b V"]:
+    """Logits of the tokens whose columns of the head are at hand, in float32."""
+    precision = matmul_precision(hidden.dtype)
+    return jnp.matmul(hidden, head, precision=precision, preferred_element_type=island(hidden.dtype))
+
+
+def _logsumexp(logits: Float[Array, "T V"]) -> Float[Array, " T"]:
+    """Over the whole vocabulary, of which a device may have a part."""
+    top = largest(jnp.max(logits, axis=-1, keepdims=True), "vocab")
+    return jnp.log(total(jnp.sum(jnp.exp(logits - top), axis=-1), "vocab")) + top[..., 0]

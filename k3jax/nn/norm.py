@@ -10,12 +10,17 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from k3jax.nn.param import cast, constant, island
+from sharding.local import size_of, total
 
 
-def rms_normalise(x: Float[Array, "*b D"], *, eps: float) -> Float[Array, "*b D"]:
-    """x over its root mean square along the last dim, computed and returned in a float32 island."""
+def rms_normalise(x: Float[Array, "*b D"], *, eps: float, axis: str = "") -> Float[Array, "*b D"]:
+    """x over its root mean square along the last dim, computed and returned in a float32 island.
+
+    `axis` is the last dim's logical axis, where a mesh may have split it.
+    """
     x = x.astype(island(x.dtype))
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    mean = total(jnp.mean(x * x, axis=-1, keepdims=True), axis) / size_of(axis)
+    return x * jax.lax.rsqrt(mean + eps)
 
 
 class RMSNorm(nnx.Module):
@@ -26,4 +31,4 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        return cast(self.weight, x.dtype) * rms_normalise(x, eps=self.eps).astype(x.dtype)
+        return cast(self.weight, x.dtype) * rms_normalise(x, eps=self.eps, axis=self.weight.axes[0]).astype(x.dtype)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from sharding.local import total, whole
+
 Model = TypeVar("Model", bound=nnx.Module)
 
 
@@ -33,8 +35,8 @@ def constant(value: float, shape: tuple[int, ...], axes: tuple[str, ...], *, dty
 
 
 def cast(variable: nnx.Variable, dtype: Any) -> Float[Array, "..."]:
-    """The variable's array in the compute dtype."""
-    return variable.get_value().astype(dtype)
+    """The variable's array in the compute dtype, whole wherever it is only stored in parts."""
+    return whole(variable.get_value().astype(dtype), variable.axes)
 
 
 def is_variable(node: Any) -> bool:
@@ -94,13 +96,34 @@ def island(dtype: Any) -> jnp.dtype:
     return jnp.promote_types(jnp.float32, dtype)
 
 
+def working_copy(params: Model, dtype: Any) -> Model:
+    """`params` with the matrices that the computation rounds to `dtype` rounded now, once for all of a step's uses.
+
+    What layers keep and gather is then half as large. The router reads its weight in float32, as it does every vector.
+    """
+
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        value, wide = variable.get_value(), len(variable.axes) < 2 or variable.axes in _KEPT_WIDE
+        return variable if value is None or wide else variable.replace(value.astype(dtype))
+
+    return jax.tree.map(one, params, is_leaf=is_variable)
+
+
+_KEPT_WIDE = {("embed", "expert_scores"), ("kda_heads", "head_dim"), ("kda_heads", "head_dim", "conv")}
+
+
 def matmul_precision(dtype: Any) -> jax.lax.Precision | None:
     """Full float32 for a float32 computation, where accelerators would round operands to TF32 or bfloat16."""
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize >= 4 else None
 
 
 def project(x: Float[Array, "..."], weight: nnx.Variable, *, dims: int = 1) -> Float[Array, "..."]:
-    """Contract the last `dims` dims of `x` with the first of a weight cast to x's dtype.
+    """Contract the last `dims` dims of `x` with the first of a weight cast to x's dtype; sums over all of a mesh."""
+    return total(partial_product(x, weight, dims=dims), *weight.axes[:dims])
+
+
+def partial_product(x: Float[Array, "..."], weight: nnx.Variable, *, dims: int = 1) -> Float[Array, "..."]:
+    """`project` before the sum over devices that have other parts of the contracted dims.
 
     Written as one matrix product: the gradients of a product of more dims transpose whole activations on a CPU.
     """

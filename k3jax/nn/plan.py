@@ -48,6 +48,21 @@ class StackPlan:
         return np.arange(len(self.kda)) * self.config.attn_res_block >= len(self.prefix)
 
 
+    @cached_property
+    def has_live(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of every KDA and every MLA slot: whether the live sum before it holds anything, or its block just began."""
+        kda, mla = np.zeros(self.kda.shape, bool), np.zeros(self.mla.shape, bool)
+        for b, seal in enumerate(self.seals):
+            begun = not seal
+            for u in range(self.kda.shape[1]):
+                for k in range(self.kda.shape[2]):
+                    kda[b, u, k] = begun
+                    begun |= self.kda[b, u, k] != EMPTY
+                mla[b, u] = begun
+                begun |= self.mla[b, u] != EMPTY
+        return kda, mla
+
+
 def _units(config: ModelConfig, block: int) -> list[tuple[list[int], int]]:
     """Cut the scanned layers of one AttnRes block into (KDA layers, MLA layer or EMPTY)."""
     first = max(block * config.attn_res_block, config.num_dense_layers)

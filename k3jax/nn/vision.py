@@ -7,10 +7,8 @@ tokens are computed from them, so one compiled program serves every mix of sizes
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,88 +18,17 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from k3jax.config import ConfigError
+from k3jax.config import ModelConfig, VisionConfig
 from k3jax.nn.norm import RMSNorm
-from k3jax.nn.param import island, matmul_precision, normal, project
+from k3jax.nn.param import cast, island, matmul_precision, normal, project
+from sharding.local import index_of, joined
 
 MERGE = 2  # patches of a token's side
+SIDE = 512  # patches of an item's side at most
 THETA = 10_000.0  # of the rotary positions and of the time term
-FLOAT32_EPS, BFLOAT16_EPS = 2.0**-23, 2.0**-7  # the two readings of a norm built without an epsilon (spec 1.2 item 5)
 SCORES = 2**26  # attention scores that exist at one time: 256 MiB
 
 Turns = tuple[Float[Array, "B P 1 K/2"], Float[Array, "B P 1 K/2"]]  # cosine and sine of the rotary angles
-
-_FIELDS = {
-    "patch_size": "patch",
-    "init_pos_emb_height": "grid_rows",
-    "init_pos_emb_width": "grid_columns",
-    "init_pos_emb_time": "max_frames",
-    "vt_hidden_size": "width",
-    "vt_intermediate_size": "mlp_width",
-    "vt_num_hidden_layers": "num_blocks",
-    "vt_num_attention_heads": "num_heads",
-    "text_hidden_size": "text_width",
-    "projector_ln_eps": "projector_eps",
-}
-_MECHANISMS: dict[str, Any] = {
-    "model_type": "moonvit3d",
-    "pos_emb_type": "divided_fixed",
-    "pos_emb_interpolation_mode": "bilinear",
-    "norm_type": "rmsnorm",
-    "mlp_type": "mlp2",
-    "activation_func": "gelu_pytorch_tanh",
-    "attn_bias": False,
-    "linear_bias": False,
-    "patch_embed_proj_bias": False,
-    "merge_kernel_size": [MERGE, MERGE],
-    "merge_type": "sd2_tpool",
-    "mm_projector_type": "patchmergerv2",
-    "projector_hidden_act": "gelu",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class VisionConfig:
-    """Everything that fixes tower and projector. The defaults are the released Kimi K3."""
-
-    patch: int = 14
-    grid_rows: int = 64  # of the learned position grid
-    grid_columns: int = 64
-    max_frames: int = 4  # of one video item
-    width: int = 1024
-    mlp_width: int = 4096
-    num_blocks: int = 27
-    num_heads: int = 12
-    head_dim: int = 128  # heads * head_dim is wider than the residual stream
-    text_width: int = 7168
-    norm_eps: float = FLOAT32_EPS  # of the tower's norms; the release names none, BFLOAT16_EPS is the other reading
-    projector_eps: float = 1e-5
-    init_std: float = 0.02  # of the learned position grid
-    dtype: str = "bfloat16"  # of the computation; float32 islands stay float32
-
-    @property
-    def merged_width(self) -> int:
-        """Numbers that the projector reads for a token."""
-        return MERGE**2 * self.width
-
-    @classmethod
-    def from_json(cls, text: str, **changes: Any) -> VisionConfig:
-        """Read a released `vision_config` (JSON, as `ModelConfig.vision_json` keeps it); `changes` override fields.
-
-        Raises `ConfigError` naming the key, its value and what K3 supports.
-        """
-        released = json.loads(text)
-        missing = [key for key in (*_FIELDS, *_MECHANISMS, "qkv_hidden_size", "mm_hidden_size") if key not in released]
-        if missing:
-            raise ConfigError(f"vision_config: {missing[0]} is missing")
-        for key, supported in (_MECHANISMS | {"mm_hidden_size": released["vt_hidden_size"]}).items():
-            if released[key] != supported:
-                raise ConfigError(f"vision_config.{key} = {released[key]!r}: K3's tower has {supported!r}")
-        inner, heads = released["qkv_hidden_size"], released["vt_num_attention_heads"]
-        if inner % (4 * heads):  # rotary positions turn pairs of lanes, by column and by row in turn
-            raise ConfigError(f"vision_config.qkv_hidden_size = {inner}: not a multiple of 4 x {heads} heads")
-        fields = {field: released[key] for key, field in _FIELDS.items()}
-        return cls(**{**fields, "head_dim": inner // heads, **changes})
 
 
 @dataclass(frozen=True)
@@ -157,14 +84,14 @@ class VisionBlock(nnx.Module):
 class VisionTower(nnx.Module):
     """MoonViT-V2 up to the merge: patches to one vector for each 2 x 2 patches, averaged over an item's frames."""
 
-    def __init__(self, config: VisionConfig, key: PRNGKeyArray, *, dtype: Any):
+    def __init__(self, config: VisionConfig, key: PRNGKeyArray, *, init_std: float, dtype: Any):
         self.config = config
         patch_key, grid_key, block_key = jax.random.split(key, 3)
         patch, d, grid = (3, config.patch, config.patch), config.width, (config.grid_rows, config.grid_columns)
         patch_axes = ("channels", "patch_rows", "patch_columns", "vit")
         self.patch = normal(patch_key, (*patch, d), patch_axes, std=math.prod(patch) ** -0.5, dtype=dtype)
         grid_axes = ("grid_rows", "grid_columns", "vit")
-        self.grid = normal(grid_key, (*grid, d), grid_axes, std=config.init_std, dtype=dtype)
+        self.grid = normal(grid_key, (*grid, d), grid_axes, std=init_std, dtype=dtype)
         self.blocks = jax.vmap(lambda key: VisionBlock(config, key, dtype=dtype))(
             jax.random.split(block_key, config.num_blocks)
         )
@@ -173,7 +100,10 @@ class VisionTower(nnx.Module):
     def __call__(
         self, patches: Float[Array, "B P 3 S S"], grids: Int[Array, "B G 3"]
     ) -> tuple[Float[Array, "B P/4 M"], Bool[Array, "B P/4"]]:
-        """Merged vectors of the items' tokens, one item after the other, and which of them exist; the rest is zero."""
+        """Merged vectors of the items' tokens, one item after the other, and which of them exist; the rest is zero.
+
+        The dtype of `patches` is that of the computation.
+        """
         places = locate(grids, patches.shape[1])
         x = self._embed(patches, places)
         turns = rotary_turns(places, self.config.head_dim, dtype=island(x.dtype))
@@ -187,9 +117,8 @@ class VisionTower(nnx.Module):
     def _embed(self, patches: Array, places: Places) -> Array:
         """Patches and positions; padding is zero whatever it held, in values and in gradients."""
         valid = places.segment[..., None] >= 0
-        patches = jnp.where(valid[..., None, None], patches, 0).astype(self.config.dtype)
-        x = project(patches, self.patch, dims=3)
-        positions = resample(self.grid.get_value().astype(island(x.dtype)), places)
+        x = project(jnp.where(valid[..., None, None], patches, 0), self.patch, dims=3)
+        positions = resample(cast(self.grid, island(x.dtype)), places)
         times = jnp.asarray(time_table(self.config.max_frames, self.config.width), positions.dtype)
         positions = positions + jnp.where(places.frames[..., None] > 1, times[places.frame], 0)  # no term in an image
         return x + jnp.where(valid, positions, 0).astype(x.dtype)
@@ -198,26 +127,26 @@ class VisionTower(nnx.Module):
 class Projector(nnx.Module):
     """norm(W2 gelu(W1 m)) with the exact GELU: from the tower's merged vectors to the text model's width."""
 
-    def __init__(self, config: VisionConfig, key: PRNGKeyArray, *, dtype: Any):
+    def __init__(self, config: VisionConfig, width: int, key: PRNGKeyArray, *, dtype: Any):
         keys = jax.random.split(key)
-        m, d = config.merged_width, config.text_width
+        m = config.merged_width
         self.up = normal(keys[0], (m, m), ("merged", "merged_mlp"), std=m**-0.5, dtype=dtype)
-        self.down = normal(keys[1], (m, d), ("merged_mlp", "embed"), std=m**-0.5, dtype=dtype)
-        self.norm = RMSNorm(d, eps=config.projector_eps, dtype=dtype)
+        self.down = normal(keys[1], (m, width), ("merged_mlp", "embed"), std=m**-0.5, dtype=dtype)
+        self.norm = RMSNorm(width, eps=config.projector_eps, dtype=dtype)
 
     def __call__(self, x: Float[Array, "*b M"]) -> Float[Array, "*b D"]:
         return self.norm(project(_gelu(project(x, self.up), approximate=False), self.down))
 
 
 class Vision(nnx.Module):
-    """Tower and projector: from packed patches to the features that stand at the media positions of a text."""
+    """Tower and projector of a model: from packed patches to the features that stand at its texts' media positions."""
 
-    def __init__(self, config: VisionConfig, key: PRNGKeyArray, *, param_dtype: Any = "float32"):
+    def __init__(self, config: ModelConfig, key: PRNGKeyArray, *, dtype: Any):
+        assert config.vision is not None
         tower_key, projector_key = jax.random.split(key)
-        dtype = jnp.dtype(param_dtype)
-        self.config = config
-        self.tower = VisionTower(config, tower_key, dtype=dtype)
-        self.projector = Projector(config, projector_key, dtype=dtype)
+        self.dtype = config.dtype  # of the computation
+        self.tower = VisionTower(config.vision, tower_key, init_std=config.init_std, dtype=dtype)
+        self.projector = Projector(config.vision, config.width, projector_key, dtype=dtype)
 
     def __call__(
         self, patches: Float[Array, "B P 3 S S"], grids: Int[Array, "B G 3"]
@@ -225,10 +154,85 @@ class Vision(nnx.Module):
         """Features of each row's items, one item after the other, and which of them exist; the rest is zero.
 
         `grids` are (t, h, w) in patches: 1 <= t <= max_frames, h and w even, t h w summed within a row at most P; an
-        item of zeros is none. They are traced, so whoever packs the rows checks them (`k3jax.vision.pack`).
+        item of zeros is none. They are traced: who packs the rows checks them (`pack_rows`, `k3jax.vision.pack`).
         """
-        merged, valid = self.tower(patches, grids)
+        merged, valid = self.tower(patches.astype(self.dtype), grids)
         return jnp.where(valid[..., None], self.projector(merged), 0), valid
+
+
+def insert_features(
+    x: Float[Array, "B T D"], media: Bool[Array, "B T"], features: Float[Array, "B N D"]
+) -> Float[Array, "B T D"]:
+    """`x` with a row's features, in their order, at its `media` positions; `N` at least as many as a row has."""
+    counts = joined(jnp.sum(media, axis=1, keepdims=True), "seq", dim=1)  # in each part of a row
+    before = jnp.sum(jnp.where(jnp.arange(counts.shape[1]) < index_of("seq"), counts, 0), axis=1, keepdims=True)
+    index = jnp.maximum(before + jnp.cumsum(media, axis=1) - 1, 0)
+    return jnp.where(media[..., None], _rows(features, index).astype(x.dtype), x)
+
+
+def pack_rows(
+    config: ModelConfig,
+    tokens: Int[np.ndarray, "B T"],
+    pixels: Float[np.ndarray, "n 3 S S"],
+    grids: Int[np.ndarray, "i 3"],
+) -> tuple[Float[np.ndarray, "B P 3 S S"], Int[np.ndarray, "B G 3"]]:
+    """Items, one after the other, in the rows whose texts have places for them: where a token is `config.media_id`.
+
+    P and G are rounded up, so that few programs are compiled. Raises ValueError, with both numbers, for a model without
+    a tower, a grid that it does not take, patches that are not those of the grids, and places not those of the items.
+    """
+    if config.vision is None:
+        raise ValueError(f"pixels of shape {pixels.shape}, but the model {config.name} has no vision tower")
+    grids = np.asarray(grids).reshape(-1, 3)
+    for grid in grids.tolist():
+        _check_grid(grid, config.vision.max_frames)
+    sizes, counts = np.prod(grids, axis=1), grids[:, 1] * grids[:, 2] // MERGE**2
+    patch, total = config.vision.patch, int(np.sum(sizes))
+    if pixels.shape != (total, 3, patch, patch):
+        raise ValueError(f"pixels of shape {pixels.shape}: grids {grids.tolist()} need {(total, 3, patch, patch)}")
+    places, name = _places_of(config, tokens)
+    if np.sum(places) != np.sum(counts):
+        raise ValueError(f"the tokens have {np.sum(places)} places {name}, but the images {np.sum(counts)} features")
+    ends = np.searchsorted(np.cumsum(counts), np.cumsum(places), side="right").tolist()  # items before each row's end
+    rows = list(zip([0, *ends[:-1]], ends, strict=True))
+    for row, (first, last) in enumerate(rows):
+        if places[row] != (found := np.sum(counts[first:last])):
+            raise ValueError(f"row {row} has {places[row]} places {name}, but its whole images {found} features")
+    loads = [int(np.sum(sizes[first:last])) for first, last in rows]
+    patches = np.zeros((len(rows), _rounded(max(loads), MERGE**2), *pixels.shape[1:]), pixels.dtype)
+    listed = np.zeros((len(rows), _rounded(max(last - first for first, last in rows), 1), 3), np.int32)
+    starts = np.cumsum([0, *loads])
+    for row, (first, last) in enumerate(rows):
+        patches[row, : loads[row]] = pixels[starts[row] : starts[row + 1]]
+        listed[row, : last - first] = grids[first:last]
+    return patches, listed
+
+
+def check_no_places(config: ModelConfig, tokens: Int[np.ndarray, "B T"]) -> None:
+    """Raise ValueError where tokens without images have places for features."""
+    places, name = _places_of(config, tokens)
+    if np.any(places):
+        raise ValueError(f"the tokens have {np.sum(places)} places {name}, but no images: give pixels= and grids=")
+
+
+def _places_of(config: ModelConfig, tokens: np.ndarray) -> tuple[np.ndarray, str]:
+    """How many features each row has a place for, and what a place is called."""
+    return np.sum(tokens == config.media_id, axis=1), f"<|media_pad|> (id {config.media_id})"
+
+
+def _check_grid(grid: Sequence[int], max_frames: int) -> None:
+    frames, height, width = grid
+    if not 1 <= frames <= max_frames:
+        raise ValueError(f"a grid of {frames} frames: 1 to {max_frames}")
+    if any(side % MERGE or not MERGE <= side <= SIDE for side in (height, width)):
+        raise ValueError(f"a grid of {height}x{width} patches: even sides of {MERGE} to {SIDE}")
+
+
+def _rounded(size: int, least: int) -> int:
+    """The next of least * 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    units = max(1, -(-size // least))
+    power = 1 << (units - 1).bit_length()
+    return least * (3 * power // 4 if units <= 3 * power // 4 and power >= 4 else power)
 
 
 def attend(
@@ -322,91 +326,3 @@ def _gelu(x: Array, *, approximate: bool) -> Array:
 def _rows(values: Array, index: Array) -> Array:
     """values[b, index[b]] for each row b."""
     return jax.vmap(lambda values, index: values[index])(values, index)
-
-
-# --- The released checkpoint ------------------------------------------------------------------------------------------
-
-# released name -> (leaf, number of the leaf's leading dims that are inputs; 0: the same on disk)
-_BLOCK, _BLOCKS = "vision_tower.encoder.blocks.{}.", "tower.blocks."
-_RELEASED = {
-    "vision_tower.patch_embed.proj.weight": ("tower.patch", 3),
-    "vision_tower.patch_embed.pos_emb.weight": ("tower.grid", 0),
-    _BLOCK + "norm0.weight": (_BLOCKS + "norm0.weight", 0),
-    _BLOCK + "norm1.weight": (_BLOCKS + "norm1.weight", 0),
-    _BLOCK + "wqkv.weight": (_BLOCKS + "qkv", 1),
-    _BLOCK + "wo.weight": (_BLOCKS + "out", 2),
-    _BLOCK + "mlp.fc0.weight": (_BLOCKS + "up", 1),
-    _BLOCK + "mlp.fc1.weight": (_BLOCKS + "down", 1),
-    "vision_tower.encoder.final_layernorm.weight": ("tower.final_norm.weight", 0),
-    "mm_projector.proj.0.weight": ("projector.up", 1),
-    "mm_projector.proj.2.weight": ("projector.down", 1),
-    "mm_projector.post_norm.weight": ("projector.norm.weight", 0),
-}
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """A weight of `shape` in the model, its inputs first, and the same on disk, outputs first and flattened."""
-
-    shape: tuple[int, ...]
-    inputs: int
-
-    @property
-    def disk(self) -> tuple[int, ...]:
-        inputs, outputs = self.shape[: self.inputs], self.shape[self.inputs :]
-        if not inputs:
-            return outputs
-        # Only the convolution keeps its inputs apart: channels, rows, columns.
-        return (math.prod(outputs), *(inputs if self.inputs == 3 else (math.prod(inputs),)))
-
-    def read(self, tensor: np.ndarray) -> np.ndarray:
-        if not self.inputs:
-            return tensor
-        return tensor.reshape(tensor.shape[0], -1).T.reshape(self.shape)
-
-    def write(self, weight: np.ndarray) -> np.ndarray:
-        if not self.inputs:
-            return weight
-        return np.ascontiguousarray(weight.reshape(math.prod(self.shape[: self.inputs]), -1).T).reshape(self.disk)
-
-
-def read_vision(config: VisionConfig, tensors: Mapping[str, np.ndarray]) -> Vision:
-    """Tower and projector from the released tensors, by their released names and in their own dtype.
-
-    Raises ValueError naming a tensor that is missing or has another shape than `config` says.
-    """
-    model = jax.eval_shape(lambda: Vision(config, jax.random.key(0)))
-    for name, (path, inputs) in _RELEASED.items():
-        owner, leaf = _leaf(model, path)
-        variable = getattr(owner, leaf)
-        if "{}" not in name:
-            weight = _read(tensors, name, _Layout(variable.shape, inputs))
-        else:
-            layout = _Layout(variable.shape[1:], inputs)
-            weight = np.stack([_read(tensors, name.format(i), layout) for i in range(config.num_blocks)])
-        setattr(owner, leaf, variable.replace(jnp.asarray(weight)))
-    return model
-
-
-def released_vision(model: Vision) -> Iterator[tuple[str, np.ndarray]]:
-    """The released tensors of tower and projector, one (name, array) at a time, bit for bit what `read_vision` read."""
-    for name, (path, inputs) in _RELEASED.items():
-        weight = np.asarray(getattr(*_leaf(model, path)).get_value())
-        if "{}" not in name:
-            yield name, _Layout(weight.shape, inputs).write(weight)
-        else:
-            yield from ((name.format(i), _Layout(w.shape, inputs).write(w)) for i, w in enumerate(weight))
-
-
-def _leaf(model: Vision, path: str) -> tuple[nnx.Module, str]:
-    *parents, leaf = path.split(".")
-    return functools.reduce(getattr, parents, model), leaf
-
-
-def _read(tensors: Mapping[str, np.ndarray], name: str, layout: _Layout) -> np.ndarray:
-    if name not in tensors:
-        raise ValueError(f"{name} is missing from the checkpoint")
-    tensor = tensors[name]
-    if tensor.shape != layout.disk:
-        raise ValueError(f"{name} has shape {tensor.shape}, the vision config says {layout.disk}")
-    return layout.read(tensor)

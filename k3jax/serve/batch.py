@@ -6,25 +6,39 @@ import json
 import os
 import signal
 import stat
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from k3jax.config import ConfigError
 from k3jax.serve.answer import Answer
 from k3jax.serve.chat import chat_job
 from k3jax.serve.fields import RequestError
+from k3jax.serve.images import ImageEncoder, ImageReader
 from k3jax.serve.request import CHAT, COMPLETIONS, Job, Limits, Line, completion_job, parse_line, prompt_ids
 from k3jax.serve.results import OutputFile, completed, refused, unusable
-from k3jax.serve.scheduler import Event, Scheduler, Slots
+from k3jax.serve.scheduler import Event, Scheduler
 from k3jax.text import Tokenizer
+from k3jax.vision import ahead
 
 EXIT_PREEMPTED = 75  # what is written stays; a rerun resumes
+WORKERS = 4  # threads that prepare images of requests ahead of their turn
+DRAIN_S = 20.0  # after a signal, for the requests that have begun; whoever sends one waits for 30 s or so
 
 
 @dataclass(kw_only=True)
@@ -35,11 +49,19 @@ class Summary:
     failed: int = 0
     skipped: int = 0
     tokens: int = 0
+    prompt_tokens: int = 0  # of the requests that have started
+    cached_tokens: int = 0  # of these, those that were not read again
     interrupted: bool = False
+
+    @property
+    def hit_rate(self) -> str:
+        """Prompt tokens that were not read again; empty where there are none."""
+        return f"{self.cached_tokens / self.prompt_tokens:.0%} cached" if self.cached_tokens else ""
 
     def __str__(self) -> str:
         parts = [f"{self.completed} completed", f"{self.failed} failed"]
         parts += [f"{self.skipped} already done"] if self.skipped else []
+        parts += [f"{self.hit_rate[:-7]} of the prompts' tokens cached"] if self.hit_rate else []
         return ", ".join(parts) + ("; interrupted, a rerun resumes" if self.interrupted else "")
 
 
@@ -49,68 +71,113 @@ class _Running:
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         self.job = job
         self.answers = [Answer.of(job, request, tokenizer) for request in job.requests]
+        self.cached_tokens = 0  # of the prompt
 
 
 @dataclass(kw_only=True)
 class Batch:
-    """One batch over one engine."""
+    """One batch over one scheduler."""
 
-    engine: Slots
+    scheduler: Scheduler
     tokenizer: Tokenizer
     limits: Limits
     model_name: str
     stopping: Callable[[], bool] = lambda: False  # asked before every step
+    reader: ImageReader | None = None  # with an encoder where the model sees
+    encoder: ImageEncoder | None = None
     summary: Summary = field(default_factory=Summary)
 
     def run(self, input_path: Path, output: OutputFile, progress: Progress) -> Summary:
         """Serve every line of `input_path` that has no result in `output` yet; `check_input` has passed the file."""
-        scheduler, running = Scheduler(self.engine), dict[str, _Running]()
+        running = dict[str, _Running]()
         todo = self._jobs(input_path, output)
         bar = progress.add_task("requests", total=count_lines(input_path), speed="")
         more = True
         while not self.stopping():
-            while more and scheduler.num_waiting < self.engine.slots:
-                job = next(todo, None)
-                more = job is not None
-                if job is not None:
-                    one = _Running(job, self.tokenizer)
-                    for request in job.requests:
-                        running[request.key] = one
-                        scheduler.submit(request)
+            more = self._submit(todo, running)
             if not running:
                 break
-            for event in scheduler.step():
-                self._take(event, scheduler, running, output)
-            progress.update(bar, completed=self._num_done(), speed=self._speed(progress, bar))
+            self._step(running, output, progress, bar)
+        dropped = self._drop_unstarted(running)
+        deadline = time.monotonic() + DRAIN_S
+        while running and time.monotonic() < deadline:
+            self._step(running, output, progress, bar)
         progress.update(bar, completed=self._num_done())
-        self.summary.interrupted |= more or bool(running)
+        self.summary.interrupted |= more or dropped or bool(running)
         return self.summary
 
-    def _take(self, event: Event, scheduler: Scheduler, running: dict[str, _Running], output: OutputFile) -> None:
+    def _submit(self, todo: Iterator[Job], running: dict[str, _Running]) -> bool:
+        """Keep as many requests waiting as there are slots; False when no line is left."""
+        while self.scheduler.num_waiting < self.scheduler.num_slots:
+            job = next(todo, None)
+            if job is None:
+                return False
+            if self.encoder is not None and self.reader is not None:
+                job = self.encoder.job(job, self.reader.media_id)
+            one = _Running(job, self.tokenizer)
+            for request in job.requests:
+                running[request.key] = one
+                self.scheduler.submit(request)
+        return True
+
+    def _step(self, running: dict[str, _Running], output: OutputFile, progress: Progress, bar: TaskID) -> None:
+        for event in self.scheduler.step():
+            self._take(event, running, output)
+        self.summary.prompt_tokens, self.summary.cached_tokens = (
+            self.scheduler.prompt_tokens,
+            self.scheduler.cached_tokens,
+        )
+        progress.update(bar, completed=self._num_done(), speed=self._speed(progress, bar))
+
+    def _drop_unstarted(self, running: dict[str, _Running]) -> bool:
+        """After a signal: drop the jobs that have not begun; the others have `DRAIN_S` to finish."""
+        waiting = {request.key for request in self.scheduler.unstarted}
+        unstarted = [one for one in running.values() if all(r.key in waiting for r in one.job.requests)]
+        for one in unstarted:
+            self._drop(one.job, running)
+        return bool(unstarted)
+
+    def _drop(self, job: Job, running: dict[str, _Running]) -> None:
+        for request in job.requests:
+            self.scheduler.release(request)
+            running.pop(request.key, None)
+
+    def _take(self, event: Event, running: dict[str, _Running], output: OutputFile) -> None:
         """Pass an event on; write the record of a job that it completes or fails."""
         self.summary.tokens += event.token is not None
         one = running.get(event.request.key)
         if one is None:
             return  # another choice of its job has failed in the same step
-        answer = one.answers[event.request.sampling.choice]
+        choice = event.request.sampling.choice
+        answer = one.answers[choice]
+        if choice == 0:  # the choices share their prompt, and the first has read it
+            one.cached_tokens = event.cached_tokens
         answer.feed(event)
         if answer.finish is None:
             return
-        scheduler.release(event.request)
+        self.scheduler.release(event.request)
         if answer.finish == "error":
-            for request in one.job.requests:
-                scheduler.release(request)
-                running.pop(request.key, None)
+            self._drop(one.job, running)
             assert event.error is not None
             self._write_failure(output, refused(one.job.custom_id, event.error, status=500))
             return
         del running[event.request.key]
         if all(answer.finish for answer in one.answers):
-            output.write(completed(one.job, one.answers, model=self.model_name))
+            output.write(completed(one.job, one.answers, model=self.model_name, cached_tokens=one.cached_tokens))
             self.summary.completed += 1
 
     def _jobs(self, input_path: Path, output: OutputFile) -> Iterator[Job]:
         """The jobs still to serve; every other line gets its error record on the way."""
+        parse = partial(parse_request, tokenizer=self.tokenizer, limits=self.limits, reader=self.reader)
+        lines = self._lines_to_serve(input_path, output)
+        for line, parsed in ahead(parse, lines, workers=WORKERS if self.reader else 0):
+            try:
+                yield parsed.result()
+            except RequestError as error:
+                self._write_failure(output, refused(line.custom_id, error))
+
+    def _lines_to_serve(self, input_path: Path, output: OutputFile) -> Iterator[Line]:
+        """The lines that name requests without a result."""
         for number, raw in _lines(input_path):
             if self.stopping():
                 self.summary.interrupted = True
@@ -122,11 +189,8 @@ class Batch:
                 continue
             if line.custom_id in output.done_ids:
                 self.summary.skipped += 1
-                continue
-            try:
-                yield parse_request(line, tokenizer=self.tokenizer, limits=self.limits)
-            except RequestError as error:
-                self._write_failure(output, refused(line.custom_id, error))
+            else:
+                yield line
 
     def _unusable(self, output: OutputFile, number: int, error: RequestError) -> None:
         if number in output.done_lines:
@@ -141,17 +205,24 @@ class Batch:
     def _num_done(self) -> int:
         return self.summary.completed + self.summary.failed + self.summary.skipped
 
-    def _speed(self, progress: Progress, bar: int) -> str:
+    def _speed(self, progress: Progress, bar: TaskID) -> str:
         elapsed = progress.tasks[bar].elapsed or 0.0
-        return f"{self.summary.tokens / elapsed:,.0f} tokens/s" if elapsed else ""
+        speed = f"{self.summary.tokens / elapsed:,.0f} tokens/s" if elapsed else ""
+        return "  ".join(part for part in (speed, self.summary.hit_rate) if part)
 
 
-def parse_request(line: Line, *, tokenizer: Tokenizer, limits: Limits) -> Job:
-    """Check a line's url, method and body. Raises `RequestError` naming the field, its value and what is allowed."""
+def parse_request(line: Line, *, tokenizer: Tokenizer, limits: Limits, reader: ImageReader | None = None) -> Job:
+    """Check a line's url, method and body, and prepare its images where there is a `reader` of them.
+
+    Raises `RequestError` naming the field, its value and what is allowed.
+    """
     if line.url == COMPLETIONS:
-        return completion_job(line, tokenizer=tokenizer, limits=limits)
+        job = completion_job(line, tokenizer=tokenizer, limits=limits)
+        if reader is not None:
+            reader.check(job.requests[0].prompt)
+        return job
     if line.url == CHAT:
-        return chat_job(line, tokenizer=tokenizer, limits=limits)
+        return chat_job(line, tokenizer=tokenizer, limits=limits, reader=reader)
     raise RequestError(
         f"url {line.url!r}: no such endpoint; supported: {COMPLETIONS}, {CHAT}", code="unsupported_url", param="url"
     )
@@ -191,7 +262,7 @@ def count_lines(path: Path) -> int:
 
 
 def make_progress(console: Console) -> Progress:
-    """The progress bar: requests done, tokens/s, time."""
+    """The progress bar: requests done, tokens/s, cache hits, time."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -236,7 +307,12 @@ def _prompt_text(line: Line, tokenizer: Tokenizer) -> str:
     if line.url == COMPLETIONS:
         return tokenizer.decode(prompt_ids(line.body, tokenizer))
     contents = [(message["role"], message.get("content") or "") for message in line.body["messages"]]
-    return "".join(f"{role}: {text if isinstance(text, str) else json.dumps(text)}\n" for role, text in contents)
+    return "".join(f"{role}: {text if isinstance(text, str) else _parts_text(text)}\n" for role, text in contents)
+
+
+def _parts_text(parts: list[dict[str, Any]]) -> str:
+    """The texts of a content in parts; an image is told, not shown."""
+    return " ".join(part.get("text", "[image]") for part in parts)
 
 
 def _message_text(message: dict[str, Any]) -> str:

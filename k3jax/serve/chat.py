@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from k3jax.serve.constraint import Constraint, response_schema
 from k3jax.serve.fields import RequestError, check_names, field, flag, kind, shown, text, whole
+from k3jax.serve.images import ImageReader
 from k3jax.serve.request import (
     NEUTRAL,
     SHARED,
@@ -43,12 +45,18 @@ CHAT_NEUTRAL = {name: NEUTRAL[name] for name in ("stream", "stream_options")} | 
 TOP_P = 0.95  # the vendor's value for K3
 
 
-def chat_job(line: Line, *, tokenizer: Tokenizer, limits: Limits) -> Job:
-    """Check the body of a chat completion. Raises `RequestError` naming the field, its value and what is allowed."""
+def chat_job(line: Line, *, tokenizer: Tokenizer, limits: Limits, reader: ImageReader | None = None) -> Job:
+    """Check the body of a chat completion. Raises `RequestError` naming the field, its value and what is allowed.
+
+    Without a `reader` of images only text is supported.
+    """
     body = body_of(line)
     check_names(body, known=FIELDS, neutral=CHAT_NEUTRAL)
     thinking, effort = _thinking(body)
-    prompt = chat_prompt(body, tokenizer, thinking=thinking, effort=effort)
+    _check_messages(body.get("messages"), with_images=reader is not None)
+    found = reader.find(body["messages"]) if reader is not None else []
+    sizes = [image.size for image in found]
+    prompt = chat_prompt(body, tokenizer, thinking=thinking, effort=effort, image_sizes=sizes)
     max_tokens = _max_tokens(body, len(prompt.ids), limits)
     request = Request(
         key=line.custom_id,
@@ -59,13 +67,22 @@ def chat_job(line: Line, *, tokenizer: Tokenizer, limits: Limits) -> Job:
         top_logprobs=_top_logprobs(body, limits),
         constraint=_constraint(body, tokenizer, thinking=thinking),
     )
-    return Job(custom_id=line.custom_id, requests=choices(body, request), stops=stops(body), thinking=thinking)
+    job = Job(custom_id=line.custom_id, requests=choices(body, request), stops=stops(body), thinking=thinking)
+    if reader is None:
+        return job
+    return replace(job, images=reader.prepare([found[index] for index in prompt.image_order]))  # decoded only now
 
 
-def chat_prompt(body: Mapping[str, Any], tokenizer: Tokenizer, *, thinking: bool, effort: str) -> Prompt:
+def chat_prompt(
+    body: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    thinking: bool,
+    effort: str,
+    image_sizes: Sequence[tuple[int, int]] = (),
+) -> Prompt:
     """The prompt of a chat body. Raises `RequestError`."""
     try:
-        _check_messages(body.get("messages"))
         return render_chat(
             body["messages"],
             tokenizer=tokenizer,
@@ -74,6 +91,7 @@ def chat_prompt(body: Mapping[str, Any], tokenizer: Tokenizer, *, thinking: bool
             response_format=body.get("response_format"),
             thinking=thinking,
             effort=effort,
+            image_sizes=image_sizes,
         )
     except ChatError as error:
         raise RequestError(str(error), param=error.param) from error
@@ -93,13 +111,16 @@ def _thinking(body: Mapping[str, Any]) -> tuple[bool, str]:
     return thinking, "max" if effort == "none" else effort
 
 
-def _check_messages(messages: Any) -> None:
-    """What the format would render and a server should not: no messages, images, a content that would be dropped."""
+def _check_messages(messages: Any, *, with_images: bool) -> None:
+    """What the format would render and a server should not: no messages, images that nothing reads, lost contents."""
     if not isinstance(messages, list) or not messages:
         wrong = "is missing" if messages is None else f"is {kind(messages) if messages != [] else 'an empty list'}"
         raise RequestError(f"messages {wrong}: must be a list of at least one message", param="messages")
-    _, num_images = read_messages(messages)
-    if num_images:
+    try:
+        _, num_images = read_messages(messages)
+    except ChatError as error:
+        raise RequestError(str(error), param=error.param) from error
+    if num_images and not with_images:
         raise RequestError(
             f"messages hold {num_images} images: only text is supported", code="unsupported", param="messages"
         )

@@ -1,156 +1,247 @@
-"""The device side of serving: one pool of slots and two compiled programs, a prefill chunk and a decode step.
+"""The device side of serving: the pools, and the few programs that change them, compiled before the first request.
 
-Slot = row of the pool `Cache` (KDA recurrent and conv state, MLA latent). Both programs take the pool donated and
-return it, so it exists once. Token ids in, token ids out; who asked for them is the scheduler's business.
+Token ids and numbers of slots and pages in, token ids out; who asked for them is the scheduler's business. Every
+program takes the pools donated and returns them, so they exist once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Float, Int, UInt32
 
-from k3jax.nn.cache import Cache
-from k3jax.nn.generate import extend
+from k3jax.config import ModelConfig
+from k3jax.nn.cache import Pools
 from k3jax.nn.transformer import Transformer
-from k3jax.serve.sampler import History, Sampled, Sampling, SamplingRows, all_allowed, sample
+from k3jax.serve import programs
+from k3jax.serve.programs import DecodeRows, PrefillRows
+from k3jax.serve.sampler import History, Sampled, Sampling, SamplingRows, all_allowed, token_bits
+
+LARGEST_PAGE = 128  # tokens: a good size for the TPU's paged decode
+LATENTS: dict[str, Any] = {"": None, "fp8": jnp.float8_e4m3fn}  # dtypes of the MLA pages by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The shapes of the compiled programs, and what the pools hold.
+
+    `slots` sequences decode together; `snapshots` more slots behind them keep states of prompts that have been read. A
+    sequence has up to `table_width` of the `pages`, each of `page` tokens; page 0 is never given away: the TPU's decode
+    reads it where a row has none. A prefill call reads up to `prefill_chunk` tokens, a multiple of the page, of each of
+    `prefill_rows` prompts.
+    """
+
+    slots: int
+    snapshots: int
+    pages: int
+    page: int
+    table_width: int
+    prefill_chunk: int
+    prefill_rows: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        *,
+        slots: int,
+        max_context: int,
+        prefill_chunk: int,
+        prefill_rows: int = 1,
+        cache_tokens: int = 0,
+        snapshot_bytes: int = 0,
+        pieces: int = 1,
+    ) -> Sizes:
+        """Sizes for sequences of up to `max_context` tokens.
+
+        All sequences together, and the prompts that are kept, have `cache_tokens` tokens of MLA cache (0: as many as
+        all slots can fill; one sequence always fits) and `snapshot_bytes` for snapshots of the KDA state. Every page
+        lies in `pieces` on as many devices.
+        """
+        page = math.gcd(prefill_chunk, LARGEST_PAGE * pieces)
+        width = -(-max_context // page)
+        pages = 1 + max(width, -(-cache_tokens // page) if cache_tokens else slots * width)
+        snapshots = min(snapshot_bytes // slot_bytes(config), pages * page // prefill_chunk)
+        return cls(
+            slots=slots,
+            snapshots=snapshots,
+            pages=pages,
+            page=page,
+            table_width=width,
+            prefill_chunk=prefill_chunk,
+            prefill_rows=prefill_rows,
+        )
+
+
+def slot_bytes(config: ModelConfig) -> int:
+    """What a sequence keeps in all KDA layers; a byte where there are none."""
+    pools = jax.eval_shape(lambda: Pools.zeros(config, slots=1, pages=0, page=2))
+    return max(1, sum(leaf.size * leaf.dtype.itemsize for leaf in (pools.state, pools.history)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What one row of a prefill call reads: `tokens`, after `start` earlier ones of the same sequence.
+
+    `seen` are the bits of all of its prompt's tokens; `allowed` those that may be sampled (`sample`), None for all.
+    `features` are those of the images in `tokens`, in order, if there are any.
+    """
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    pages: Int[np.ndarray, "W"]
+    seen: UInt32[np.ndarray, "words"]
+    sampling: Sampling
+    allowed: UInt32[np.ndarray, "words"] | None = None
+    features: Float[np.ndarray, "n D"] | None = None
 
 
 class Engine:
-    """`slots` sequences of up to `max_context` tokens, decoded together.
+    """The pools of `sizes` and the programs over them; `report` is told what is being compiled.
 
-    Both programs are compiled here, before the first request; `report` is told what is being compiled. The prompt is
-    read `prefill_chunk` tokens at a time.
+    `latents` "fp8" keeps the MLA latents in float8_e4m3fn with one scale a token; "" in the compute dtype.
     """
 
     def __init__(
         self,
         model: Transformer,
+        sizes: Sizes,
         *,
-        slots: int,
-        max_context: int,
-        prefill_chunk: int,
         max_top_logprobs: int,
+        latents: str = "",
         report: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.slots, self.prefill_chunk = slots, prefill_chunk
-        self._top, self._model = max_top_logprobs, model
-        self._cache = Cache.zeros(model.config, batch=slots, max_len=max_context)
-        self._history = History.zeros(batch=slots, vocab=model.config.vocab_size)
-        self._all_allowed = jnp.asarray(
-            all_allowed(slots, model.config.vocab_size)
-        )  # no upload where nothing is barred
-        self._samplings = [Sampling(temperature=0.0)] * slots
+        self.sizes, self._model, self._top, self._report = sizes, model, max_top_logprobs, report
+        self._vocab = model.config.vocab_size
+        num_slots = sizes.slots + sizes.snapshots
+        self._pools = Pools.zeros(
+            model.config, slots=num_slots, pages=sizes.pages, page=sizes.page, latents=LATENTS[latents]
+        )
+        self._history = History.zeros(slots=sizes.slots, vocab=self._vocab)
+        everything = jnp.asarray(all_allowed(sizes.slots, self._vocab))  # no upload where nothing is barred
+        self._all_allowed, self._samplings = everything, [Sampling(temperature=0.0)] * sizes.slots
         self._rows: SamplingRows | None = None
-        report(f"compiling prefill [1, {prefill_chunk}]")
-        self._prefill = self._compile(_prefill, *self._prefill_arguments(0, [0], Sampling(), fresh=True))
-        report(f"compiling decode [{slots}, 1]")
-        self._decode = self._compile(_decode, *self._decode_arguments(np.zeros(slots, np.int32), np.zeros(slots, bool)))
+        self._compile_all()
 
-    def prefill(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        sampling: Sampling,
-        *,
-        fresh: bool,
-        logprobs: bool,
-        allowed: UInt32[np.ndarray, "1 W"] | None = None,
-    ) -> Sampled:
-        """Feed 1..prefill_chunk `tokens` to `slot`, emptied first if `fresh`; row 0 is the token sampled after them.
+    def vocabulary_bits(self, tokens: Sequence[int]) -> UInt32[np.ndarray, "words"]:
+        """`Chunk.seen` of a prompt."""
+        return token_bits(tokens, self._vocab)
 
-        `logprobs` false leaves the arrays of log-probabilities on the device. `allowed` says which tokens may be
-        sampled (`sample`), None all. Raises IndexError for a slot that does not exist.
+    def prefill(self, chunks: Sequence[Chunk], *, logprobs: bool) -> Sampled:
+        """Read up to `prefill_rows` chunks; row i of the result is the token sampled after chunk i.
+
+        `logprobs` false leaves the arrays of log-probabilities on the device. Raises IndexError for a slot that does
+        not exist.
         """
-        arguments = self._prefill_arguments(slot, tokens, sampling, fresh=fresh, allowed=allowed)
-        if self._samplings[slot] != sampling:
-            self._samplings[slot], self._rows = sampling, None
-        self._cache, self._history, sampled = self._prefill(self._model, self._cache, self._history, *arguments)
-        return _to_host(sampled, logprobs)
+        for chunk in chunks:
+            self._check_slot(chunk.slot, self.sizes.slots)
+            if self._samplings[chunk.slot] != chunk.sampling:
+                self._samplings[chunk.slot], self._rows = chunk.sampling, None
+        rows = self._prefill_rows(chunks)
+        return self._run(self._prefill if rows.features is None else self._prefill_images, rows, logprobs)
 
     def decode(
         self,
         tokens: Int[np.ndarray, "S"],
-        active: Bool[np.ndarray, "S"],
+        length: Int[np.ndarray, "S"],
+        page_table: Int[np.ndarray, "S W"],
         *,
         logprobs: bool,
-        allowed: UInt32[np.ndarray, "S W"] | None = None,
+        allowed: UInt32[np.ndarray, "S words"] | None = None,
     ) -> Sampled:
-        """Feed `tokens[i]` to every active slot i; row i of the result is what follows. Other slots stay unchanged."""
-        arguments = self._decode_arguments(tokens, active, allowed)
-        self._cache, self._history, sampled = self._decode(self._model, self._cache, self._history, *arguments)
-        return _to_host(sampled, logprobs)
+        """Feed `tokens[i]` to every slot i that holds `length[i]` > 0 tokens; row i of the result is what follows.
 
-    def _compile(self, program: Callable, *arguments: object) -> Callable:
-        jitted = jax.jit(partial(program, top=self._top), donate_argnums=(1, 2))
-        return jitted.lower(self._model, self._cache, self._history, *arguments).compile()
+        Other slots stay unchanged.
+        """
+        return self._run(self._decode, self._decode_rows(tokens, length, page_table, allowed), logprobs)
 
-    def _prefill_arguments(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        sampling: Sampling,
-        *,
-        fresh: bool,
-        allowed: UInt32[np.ndarray, "1 W"] | None = None,
-    ) -> tuple:
-        if not 0 <= slot < self.slots:  # a dynamic index would be clipped to another request's slot
-            raise IndexError(f"slot {slot} of {self.slots}")
-        padded = np.zeros((1, self.prefill_chunk), np.int32)
-        padded[0, : len(tokens)] = tokens
-        length, rows = np.asarray([len(tokens)], np.int32), SamplingRows.of([sampling])
-        mask = self._all_allowed[:1] if allowed is None else allowed
-        return np.int32(slot), np.bool_(fresh), padded, length, rows, mask
+    def copy(self, source: int, target: int) -> None:
+        """Make slot `target` equal to `source`, of any kind. Raises IndexError for a slot that does not exist."""
+        for slot in (source, target):
+            self._check_slot(slot, self.sizes.slots + self.sizes.snapshots)
+        self._pools = self._copy(self._pools, np.int32(source), np.int32(target))
 
-    def _decode_arguments(self, tokens: np.ndarray, active: np.ndarray, allowed: np.ndarray | None = None) -> tuple:
+    def clear(self, pages: Sequence[int]) -> None:
+        """Empty pages."""
+        size = self.sizes.slots
+        for start in range(0, len(pages), size):
+            numbers = np.full(size, self.sizes.pages, np.int32)
+            part = pages[start : start + size]
+            numbers[: len(part)] = part
+            self._pools = self._clear(self._pools, numbers)
+
+    def _check_slot(self, slot: int, count: int) -> None:
+        if not 0 <= slot < count:  # a dynamic index would be clipped to another sequence's slot
+            raise IndexError(f"slot {slot} of {count}")
+
+    def _compile_all(self) -> None:
+        s = self.sizes
+        idle = np.zeros(s.slots, np.int32)
+        table = np.full((s.slots, s.table_width), -1, np.int32)
+        self._report(f"compiling prefill [{s.prefill_rows}, {s.prefill_chunk}]")
+        state = (self._model, self._pools, self._history)
+        prefill, rows = partial(programs.prefill, top=self._top), self._prefill_rows(())
+        self._prefill = _compiled(prefill, *state, rows, donate=(1, 2))
+        if self._model.vision is not None:
+            with_images = dataclasses.replace(rows, features=self._no_features())
+            self._prefill_images = _compiled(prefill, *state, with_images, donate=(1, 2))
+        self._report(f"compiling decode [{s.slots}, 1]")
+        idle_rows = self._decode_rows(idle, idle, table, None)
+        self._decode = _compiled(partial(programs.decode, top=self._top), *state, idle_rows, donate=(1, 2))
+        number = np.int32(0)
+        self._copy = _compiled(programs.copy_slot, self._pools, number, number, donate=(0,))
+        self._clear = _compiled(programs.clear_pages, self._pools, idle, donate=(0,))
+
+    def _run(self, program: Callable, rows: PrefillRows | DecodeRows, logprobs: bool) -> Sampled:
+        self._pools, self._history, sampled = program(self._model, self._pools, self._history, rows)
+        return jax.device_get(sampled if logprobs else dataclasses.replace(sampled, logprobs=None))
+
+    def _prefill_rows(self, chunks: Sequence[Chunk]) -> PrefillRows:
+        s, count = self.sizes, self.sizes.prefill_rows
+        rows: Any = {
+            "tokens": np.zeros((count, s.prefill_chunk), np.int32),
+            "num_valid": np.zeros(count, np.int32),
+            "slots": np.full(count, -1, np.int32),
+            "page_table": np.full((count, s.table_width), -1, np.int32),
+            "length": np.zeros(count, np.int32),
+            "seen": np.zeros((count, -(-self._vocab // 32)), np.uint32),
+            "allowed": all_allowed(count, self._vocab),
+        }
+        for row, chunk in enumerate(chunks):
+            size = len(chunk.tokens)
+            rows["tokens"][row, :size], rows["num_valid"][row] = chunk.tokens, size
+            rows["slots"][row], rows["length"][row] = chunk.slot, chunk.start
+            rows["page_table"][row], rows["seen"][row] = chunk.pages, chunk.seen
+            if chunk.allowed is not None:
+                rows["allowed"][row] = chunk.allowed
+        if any(chunk.features is not None for chunk in chunks):
+            rows["features"] = self._no_features()
+            for row, chunk in enumerate(chunks):
+                if chunk.features is not None:
+                    rows["features"][row, : len(chunk.features)] = chunk.features
+        samplings = [chunk.sampling for chunk in chunks] + [Sampling()] * (count - len(chunks))
+        return PrefillRows(**rows, sampling=SamplingRows.of(samplings))
+
+    def _no_features(self) -> np.ndarray:
+        config = self._model.config
+        shape = (self.sizes.prefill_rows, self.sizes.prefill_chunk, config.width)
+        return np.zeros(shape, jnp.dtype(config.dtype))
+
+    def _decode_rows(self, tokens: Any, length: Any, page_table: Any, allowed: Any) -> DecodeRows:
         if self._rows is None:
-            self._rows = SamplingRows.of(self._samplings)
-        mask = self._all_allowed if allowed is None else allowed
-        return tokens[:, None], active.astype(np.int32), self._rows, mask
+            self._rows = jax.device_put(SamplingRows.of(self._samplings))
+        allowed = self._all_allowed if allowed is None else allowed
+        return DecodeRows(tokens=tokens, page_table=page_table, length=length, sampling=self._rows, allowed=allowed)
 
 
-def _prefill(
-    model: Transformer,
-    pool: Cache,
-    history: History,
-    slot: Int[Array, ""],
-    fresh: Bool[Array, ""],
-    tokens: Int[Array, "1 C"],
-    num_valid: Int[Array, "1"],
-    rows: SamplingRows,
-    allowed: UInt32[Array, "1 W"],
-    *,
-    top: int,
-) -> tuple[Cache, History, Sampled]:
-    """Extend one slot. A fresh slot starts from zeros, not only from length 0: a NaN left behind would spread."""
-    old = (pool.row(slot), history.row(slot))
-    row, seen = jax.tree.map(lambda leaf: jnp.where(fresh, jnp.zeros_like(leaf), leaf), old)
-    logits, row = extend(model, tokens, row, num_valid)
-    seen = seen.add(tokens, num_valid, generated=jnp.zeros(tokens.shape, bool))
-    sampled = sample(logits, rows, seen, allowed, row.length, top=top)
-    return pool.with_row(slot, row), history.with_row(slot, seen), sampled
-
-
-def _decode(
-    model: Transformer,
-    pool: Cache,
-    history: History,
-    tokens: Int[Array, "S 1"],
-    num_valid: Int[Array, "S"],
-    rows: SamplingRows,
-    allowed: UInt32[Array, "S W"],
-    *,
-    top: int,
-) -> tuple[Cache, History, Sampled]:
-    logits, pool = extend(model, tokens, pool, num_valid)
-    history = history.add(tokens, num_valid, generated=jnp.ones(tokens.shape, bool))
-    return pool, history, sample(logits, rows, history, allowed, pool.length, top=top)
-
-
-def _to_host(sampled: Sampled, logprobs: bool) -> Sampled:
-    return jax.device_get(sampled if logprobs else dataclasses.replace(sampled, logprobs=None))
+def _compiled(program: Callable, *arguments: Any, donate: tuple[int, ...]) -> Callable:
+    return jax.jit(program, donate_argnums=donate).lower(*arguments).compile()

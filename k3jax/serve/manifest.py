@@ -18,7 +18,7 @@ from k3jax.text import Tokenizer
 
 SUFFIX = ".manifest.json"
 TAIL = 65_536  # bytes of a checkpoint's file that count by their content
-DEFAULTS = ("max_context", "default_max_tokens", "dtype")  # of the recipe, what an answer depends on
+DEFAULTS = ("max_context", "default_max_tokens", "dtype", "latents")  # of the recipe, what an answer depends on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from k3jax.serve.fields import RequestError, check_names, field, is_int, is_numb
 from k3jax.serve.sampler import MAX_BIAS, Sampling
 from k3jax.serve.scheduler import Request
 from k3jax.text import Tokenizer
+from k3jax.vision import Prepared
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_CHOICES = 128
@@ -57,13 +58,15 @@ class Line:
 class Job:
     """A checked line: one scheduler request for each choice, and what only the reader of their text needs.
 
-    `thinking` is whether a chat's completion starts in the think channel, and None for a plain completion.
+    `thinking` is whether a chat's completion starts in the think channel, and None for a plain completion. `images` are
+    those of the prompt, in its order; their features are still to be given to the requests (`ImageEncoder.job`).
     """
 
     custom_id: str
     requests: tuple[Request, ...]
     stops: tuple[str, ...]
     thinking: bool | None = None
+    images: tuple[Prepared, ...] = ()
 
 
 def parse_line(raw: bytes) -> Line:

@@ -25,14 +25,15 @@ from k3jax.serve.request import Job
 PREFIX = b'{"id": "batch_req_'  # how every line of an output file begins
 
 
-def completed(job: Job, answers: Sequence[Answer], *, model: str) -> dict[str, Any]:
-    """The record of a job whose answers are complete."""
+def completed(job: Job, answers: Sequence[Answer], *, model: str, cached_tokens: int) -> dict[str, Any]:
+    """The record of a job whose answers are complete; `cached_tokens` of its prompt were not read again."""
     request, chat = job.requests[0], job.thinking is not None
     num_prompt, num_tokens = len(request.prompt), sum(answer.num_tokens for answer in answers)
     usage: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt + num_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
     if chat:
         num_reasoning = sum(answer.num_reasoning for answer in answers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from k3jax.checkpoint.safetensors_dir import CheckpointError
 from k3jax.config import ConfigError, MeshShape, ModelConfig, ServeRun
 from k3jax.nn.transformer import Transformer
 from k3jax.serve.batch import EXIT_PREEMPTED, Batch, StopSignal, check_input, make_progress, show
-from k3jax.serve.engine import Engine
+from k3jax.serve.engine import LATENTS, Engine, Sizes, slot_bytes
+from k3jax.serve.images import ImageEncoder, ImageReader
 from k3jax.serve.manifest import Manifest
 from k3jax.serve.request import Limits
 from k3jax.serve.results import OutputFile
+from k3jax.serve.scheduler import Scheduler
 from k3jax.text import Tokenizer
-from k3jax.text.tokenizer import RANK_FILE
+from k3jax.text.tokenizer import MEDIA_PAD, RANK_FILE
+from k3jax.vision.image import PATCH
 from pallas_kernels.mx import MXFP4Array, serving_layout
 
 
@@ -48,21 +52,26 @@ def serve(run: ServeRun, paths: Paths, *, show_answers: bool = False) -> int:
         check_fit(run, model.config, tokenizer)
         manifest = Manifest.of(run, paths.checkpoint, model.config.name, tokenizer)
         output.keep(manifest.with_requests(lines))
+        report = partial(console.print, style="dim")
         engine = Engine(
             model,
-            slots=run.slots,
-            max_context=run.max_context,
-            prefill_chunk=run.prefill_chunk,
+            sizes_of(run, model.config),
             max_top_logprobs=run.max_top_logprobs,
-            report=lambda message: console.print(message, style="dim"),
+            latents=run.latents,
+            report=report,
         )
+        scheduler = Scheduler(engine, snapshot_every=run.snapshot_every)
         limits = Limits(
             max_context=run.max_context,
             default_max_tokens=run.default_max_tokens,
             max_top_logprobs=run.max_top_logprobs,
         )
         name = model.config.name
-        batch = Batch(engine=engine, tokenizer=tokenizer, limits=limits, model_name=name, stopping=stopping)
+        batch = Batch(scheduler=scheduler, tokenizer=tokenizer, limits=limits, model_name=name, stopping=stopping)
+        if model.vision is not None:
+            folder = Path(run.image_folder) if run.image_folder else None
+            batch.reader = ImageReader(model.config.media_id, folder)
+            batch.encoder = ImageEncoder(model.vision, report=report)
         with make_progress(console) as progress:
             summary = batch.run(paths.input, output, progress)
     console.print(f"{paths.output}: {summary}", highlight=False)
@@ -88,6 +97,31 @@ def load_model(checkpoint: Path, dtype: str) -> Transformer:
     return jax.tree.map(laid_out, model, is_leaf=lambda leaf: isinstance(leaf, MXFP4Array))
 
 
+def sizes_of(run: ServeRun, config: ModelConfig, *, pieces: int = 1) -> Sizes:
+    """The shapes that a recipe asks for. Raises `ConfigError` where snapshots are wanted and none fits.
+
+    `pieces` is the number of devices that hold a piece of every page.
+    """
+    sizes = Sizes.of(
+        config,
+        slots=run.slots,
+        max_context=run.max_context,
+        prefill_chunk=run.prefill_chunk,
+        prefill_rows=run.prefill_rows,
+        cache_tokens=run.cache_tokens,
+        snapshot_bytes=run.snapshot_mib * 2**20,
+        pieces=pieces,
+    )
+    if sizes.page % (2 * pieces):
+        raise ConfigError(
+            f"prefill_chunk = {run.prefill_chunk}: pages in pieces on {pieces} devices need a multiple of {2 * pieces}"
+        )
+    if run.snapshot_mib and not run.snapshot_mib * 2**20 // slot_bytes(config):
+        least = -(-slot_bytes(config) // 2**20)
+        raise ConfigError(f"snapshot_mib = {run.snapshot_mib}: one state takes {least}; 0 keeps none")
+    return sizes
+
+
 def load_tokenizer(checkpoint: Path, name: str = "") -> Tokenizer:
     """The tokenizer that `name` says ("bytes" or a directory), else the checkpoint's own.
 
@@ -111,10 +145,15 @@ def load_tokenizer(checkpoint: Path, name: str = "") -> Tokenizer:
 
 def check_recipe(run: ServeRun) -> None:
     """Raise `ConfigError` where a number of the recipe is out of range."""
-    lowest = {"slots": 1, "max_context": 2, "prefill_chunk": 1, "default_max_tokens": 1, "max_top_logprobs": 0}
+    lowest = {"slots": 1, "max_context": 2, "prefill_chunk": 2, "prefill_rows": 1, "cache_tokens": 0, "snapshot_mib": 0}
+    lowest |= {"snapshot_every": 1, "default_max_tokens": 1, "max_top_logprobs": 0}
     for key, low in lowest.items():
         if getattr(run, key) < low:
             raise ConfigError(f"{key} = {getattr(run, key)}: must be at least {low}")
+    if run.prefill_chunk % 2:
+        raise ConfigError(f"prefill_chunk = {run.prefill_chunk}: must be even; best is a multiple of 128")
+    if run.latents not in LATENTS:
+        raise ConfigError(f"latents = {run.latents!r}: must be one of {', '.join(map(repr, LATENTS))}")
     if run.mesh != MeshShape():
         raise ConfigError(f"mesh = {dataclasses.asdict(run.mesh)}: serving runs on one device; every axis must be 1")
 
@@ -127,3 +166,9 @@ def check_fit(run: ServeRun, config: ModelConfig, tokenizer: Tokenizer) -> None:
         raise ConfigError(f"max_top_logprobs = {run.max_top_logprobs}: the vocabulary has {config.vocab_size}")
     if tokenizer.vocab_size != config.vocab_size:
         raise ConfigError(f"the tokenizer has {tokenizer.vocab_size} ids, but the model {config.vocab_size}")
+    if config.vision is None:
+        return
+    if (pad := tokenizer.special_id(MEDIA_PAD)) != config.media_id:
+        raise ConfigError(f"the tokenizer's {MEDIA_PAD} is {pad}, but the model's media_id {config.media_id}")
+    if config.vision.patch != PATCH:
+        raise ConfigError(f"the model's patches have {config.vision.patch} pixels a side: images are cut into {PATCH}")

@@ -10,8 +10,10 @@ other rows ask for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,16 +79,14 @@ class SamplingRows:
                 raise ValueError(f"logit_bias has {len(sampling.logit_bias)} entries: at most {MAX_BIAS}")
             for place, (token, value) in enumerate(sampling.logit_bias):
                 ids[row, place], bias[row, place] = token, value
-        return cls(
-            **{name: jnp.asarray([getattr(s, name) for s in samplings], _dtype(name)) for name in (*_ROWS, "choice")},
-            bias_ids=jnp.asarray(ids),
-            bias=jnp.asarray(bias),
-            seed=jnp.asarray(np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=-1), jnp.uint32),
-        )
+        rows: dict[str, Any] = {"bias_ids": ids, "bias": bias}
+        rows |= {name: np.asarray([getattr(s, name) for s in samplings], _dtype(name)) for name in (*_ROWS, "choice")}
+        rows["seed"] = np.stack([seeds >> np.uint64(32), seeds & np.uint64(0xFFFFFFFF)], axis=-1).astype(np.uint32)
+        return cls(**rows)
 
 
 def _dtype(name: str) -> type:
-    return jnp.int32 if name in ("top_k", "choice") else jnp.float32
+    return np.int32 if name in ("top_k", "choice") else np.float32
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["generated", "prompt"], meta_fields=[])
@@ -94,33 +94,38 @@ def _dtype(name: str) -> type:
 class History:
     """What the penalties of every slot look at: how often a token was generated, and whether the prompt has it."""
 
-    generated: Int[Array, "B V"]
-    prompt: Bool[Array, "B V"]
+    generated: Int[Array, "S V"]
+    prompt: UInt32[Array, "S words"]  # bits, as in `token_bits`
 
     @classmethod
-    def zeros(cls, *, batch: int, vocab: int) -> History:
+    def zeros(cls, *, slots: int, vocab: int) -> History:
         """Nothing seen yet."""
-        return cls(generated=jnp.zeros((batch, vocab), jnp.int32), prompt=jnp.zeros((batch, vocab), bool))
-
-    def row(self, slot: Int[Array, ""]) -> History:
-        """The history of one slot, batch 1."""
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, slot, 1), self)
-
-    def with_row(self, slot: Int[Array, ""], row: History) -> History:
-        """This history with one slot replaced."""
-        return jax.tree.map(lambda leaf, new: jax.lax.dynamic_update_slice_in_dim(leaf, new, slot, 0), self, row)
-
-    def add(self, tokens: Int[Array, "B T"], num_valid: Int[Array, "B"], *, generated: Bool[Array, "B T"]) -> History:
-        """Count each row's first `num_valid` tokens, as generated ones or as the prompt's."""
-        vocab = self.generated.shape[-1]
-        rows = jnp.arange(tokens.shape[0])[:, None]
-        valid = jnp.arange(tokens.shape[1]) < num_valid[:, None]
-        counted = jnp.where(valid & generated, tokens, vocab)  # an index past the end is dropped
-        seen = jnp.where(valid & ~generated, tokens, vocab)
-        return History(
-            generated=self.generated.at[rows, counted].add(1, mode="drop"),
-            prompt=self.prompt.at[rows, seen].set(True, mode="drop"),
+        return cls(
+            generated=jnp.zeros((slots, vocab), jnp.int32), prompt=jnp.zeros((slots, -(-vocab // 32)), jnp.uint32)
         )
+
+    def rows(self, slots: Int[Array, "B"]) -> History:
+        """The history of some slots; of -1 that of any, which the row's reader ignores."""
+        return jax.tree.map(lambda leaf: leaf[jnp.maximum(slots, 0)], self)
+
+    def begin(self, slots: Int[Array, "B"], prompt: UInt32[Array, "B words"]) -> History:
+        """With slots that start from a prompt's tokens and nothing generated; -1 is dropped."""
+        at = jnp.where(slots >= 0, slots, len(self.prompt))
+        return History(
+            generated=self.generated.at[at].set(0, mode="drop"), prompt=self.prompt.at[at].set(prompt, mode="drop")
+        )
+
+    def add(self, tokens: Int[Array, "B"], slots: Int[Array, "B"]) -> History:
+        """With one generated token more in each slot; -1 is dropped."""
+        at = jnp.where(slots >= 0, slots, len(self.prompt))
+        return History(generated=self.generated.at[at, tokens].add(1, mode="drop"), prompt=self.prompt)
+
+
+def token_bits(tokens: Sequence[int], vocab: int) -> UInt32[np.ndarray, "words"]:
+    """A set of token ids as bits: bit t%32 of word t//32 for token t."""
+    bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    bits[np.asarray(tokens, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view("<u4")
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["chosen", "top_ids", "top"], meta_fields=[])
@@ -187,7 +192,7 @@ def _adjusted(logits: Float[Array, "B V"], rows: SamplingRows, history: History)
 
     def penalised(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         repetition = rows.repetition_penalty[:, None]
-        repeated = history.prompt | (history.generated > 0)
+        repeated = _bits(history.prompt, logits.shape[-1]) | (history.generated > 0)
         logits = jnp.where(repeated, jnp.where(logits > 0, logits / repetition, logits * repetition), logits)
         logits = logits - rows.frequency_penalty[:, None] * history.generated
         return logits - rows.presence_penalty[:, None] * (history.generated > 0)
@@ -202,10 +207,14 @@ def all_allowed(batch: int, vocab: int) -> UInt32[np.ndarray, "B W"]:
     return np.full((batch, -(-vocab // 32)), ALL_BITS, np.uint32)
 
 
+def _bits(words: UInt32[Array, "B words"], vocab: int) -> Bool[Array, "B V"]:
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits.reshape(words.shape[0], -1)[:, :vocab] == 1
+
+
 def _masked(logits: Float[Array, "B V"], allowed: UInt32[Array, "B W"]) -> Float[Array, "B V"]:
     def masked(logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-        return jnp.where(bits.reshape(allowed.shape[0], -1)[:, : logits.shape[-1]] == 1, logits, -jnp.inf)
+        return jnp.where(_bits(allowed, logits.shape[-1]), logits, -jnp.inf)
 
     return jax.lax.cond(jnp.all(allowed == ALL_BITS), lambda same: same, masked, logits)
 

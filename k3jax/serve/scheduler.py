@@ -1,7 +1,11 @@
-"""Which request holds which slot, and what one step does: every decoding slot gains a token, every new one a chunk.
+"""Which sequence holds which slot and pages, and what one step does: a token for each that decodes, a chunk for some.
 
-A step decodes first and prefills after, so a long prompt delays the others by one chunk a step, and a slot that a step
-frees is filled in the same step. The scheduler knows token ids only; who reads text may `release` a request early.
+A step decodes first and reads prompts after, a few chunks at most, so that a long prompt delays the others by little; a
+slot that a step frees is filled in the same step. Sequences are admitted while pages are free. When they run out, what
+is kept of old prompts goes first, then the youngest sequence: it waits again, and later reads its prompt and feeds
+itself the tokens it had generated, through the same programs, so that nothing of its answer changes.
+
+The scheduler knows token ids only; who reads text may `release` a request early.
 """
 
 from __future__ import annotations
@@ -14,15 +18,23 @@ from typing import Literal, Protocol
 import numpy as np
 
 from k3jax.serve.constraint import Constraint, ConstraintError, Guide
+from k3jax.serve.engine import Chunk, Sizes
 from k3jax.serve.fields import RequestError
+from k3jax.serve.images import PromptImages
+from k3jax.serve.pages import PagePool
+from k3jax.serve.prefix_cache import PrefixCache
 from k3jax.serve.sampler import ALL_BITS, Sampled, Sampling
+
+READERS = 4  # prompts that are read at one time, at least; more where there are many slots
+SLOTS_PER_READER = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One sequence to complete. `stop_ids` end it and are not part of the text; `top_logprobs` None asks for none.
 
-    `constraint` says which tokens may follow; it is followed on the host, token by token.
+    `constraint` says which tokens may follow; it is followed on the host, token by token. `shared_tokens` is how much
+    of the prompt others are likely to begin with (a system prompt), so that its state is worth keeping.
     """
 
     key: str  # unique among the requests in flight
@@ -32,6 +44,13 @@ class Request:
     stop_ids: frozenset[int]
     top_logprobs: int | None = None
     constraint: Constraint | None = None
+    shared_tokens: int = 0
+    images: PromptImages | None = None
+
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """What prompts with the same beginning share: token ids, and keys of images in place of theirs."""
+        return self.prompt if self.images is None else self.images.identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,54 +63,91 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One generated token of a request. The last one has `finish`; with "error" comes what went wrong."""
+    """One generated token of a request. The last one has `finish`; with "error" comes what went wrong.
+
+    `cached_tokens` of the prompt were not read, because their memory was kept.
+    """
 
     request: Request
     token: int | None
     logprobs: TokenLogprobs | None = None
     finish: Literal["stop", "length", "error"] | None = None
     error: RequestError | None = None
+    cached_tokens: int = 0
 
 
-class Slots(Protocol):
-    """What the scheduler needs of an engine."""
+class Device(Protocol):
+    """What the scheduler needs of an `Engine`."""
 
-    slots: int
-    prefill_chunk: int
+    sizes: Sizes
 
-    def prefill(
+    def vocabulary_bits(self, tokens: Sequence[int]) -> np.ndarray:
+        """`Chunk.seen` of a prompt."""
+
+    def prefill(self, chunks: Sequence[Chunk], *, logprobs: bool) -> Sampled:
+        """Read a chunk of up to `prefill_rows` prompts; row i is the token after chunk i."""
+
+    def decode(
         self,
-        slot: int,
-        tokens: Sequence[int],
-        sampling: Sampling,
+        tokens: np.ndarray,
+        length: np.ndarray,
+        page_table: np.ndarray,
         *,
-        fresh: bool,
         logprobs: bool,
         allowed: np.ndarray | None = None,
     ) -> Sampled:
-        """Feed up to `prefill_chunk` tokens to `slot`, emptied first if `fresh`; row 0 is the token after them."""
+        """Feed one token to each slot that holds tokens; row i is slot i's next token, of those that are allowed."""
 
-    def decode(
-        self, tokens: np.ndarray, active: np.ndarray, *, logprobs: bool, allowed: np.ndarray | None = None
-    ) -> Sampled:
-        """Feed one token to each active slot; row i is slot i's next token, of those that row i of `allowed` has."""
+    def copy(self, source: int, target: int) -> None:
+        """Copy a slot's state."""
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Empty pages."""
 
 
-@dataclass(kw_only=True)
-class _Running:
+@dataclass(kw_only=True, eq=False)
+class _Sequence:
+    """A request and how far it is. `length` tokens, of prompt and generated ones, are in its slot and pages."""
+
     request: Request
+    age: int
     guide: Guide | None
-    prefilled: int = 0
     generated: list[int] = field(default_factory=list)
+    cached: int | None = None  # tokens of the prompt that were not read when it first started
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+    seen: np.ndarray | None = None
+    marks: set[int] = field(default_factory=set)  # lengths after which its state is worth keeping
+
+    @property
+    def reads(self) -> bool:
+        return self.length < len(self.request.prompt)
+
+    @property
+    def replays(self) -> bool:
+        """Whether it is fed tokens that it had generated before it lost its slot."""
+        return self.length - len(self.request.prompt) < len(self.generated)
 
 
 class Scheduler:
-    """Requests in, events out."""
+    """Requests in, events out. A state is kept every `snapshot_every` tokens of a prompt, and where prompts part."""
 
-    def __init__(self, engine: Slots) -> None:
-        self._engine = engine
-        self._running: list[_Running | None] = [None] * engine.slots
-        self._waiting: deque[Request] = deque()
+    def __init__(self, device: Device, *, snapshot_every: int = 4096) -> None:
+        self._device, self._sizes, self._snapshot_every = device, device.sizes, snapshot_every
+        s = device.sizes
+        self._slots: list[_Sequence | None] = [None] * s.slots
+        self._waiting: deque[_Sequence] = deque()
+        self._table = np.full((s.slots, s.table_width), -1, np.int32)
+        self._pool = PagePool(range(1, s.pages))
+        self._prefixes = PrefixCache(self._pool, page=s.page, slots=range(s.slots, s.slots + s.snapshots))
+        self._submitted = 0
+        self.prompt_tokens = self.cached_tokens = 0  # of all requests that have started
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that can have a slot at one time."""
+        return len(self._slots)
 
     @property
     def num_waiting(self) -> int:
@@ -101,93 +157,247 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests with a slot."""
-        return sum(running is not None for running in self._running)
+        return len(self._running())
+
+    @property
+    def unstarted(self) -> list[Request]:
+        """Requests that wait and have no token yet."""
+        return [sequence.request for sequence in self._waiting if not sequence.generated]
 
     def submit(self, request: Request) -> None:
-        """Queue a request; its prompt must hold at least one token."""
-        self._waiting.append(request)
+        """Queue a request; its prompt must hold at least one token, and with `max_tokens` fit into the context."""
+        guide = request.constraint.start() if request.constraint else None
+        self._waiting.append(_Sequence(request=request, age=self._submitted, guide=guide))
+        self._submitted += 1
 
     def release(self, request: Request) -> None:
         """Drop a request that needs no more tokens; no further event comes from it."""
-        self._waiting = deque(waiting for waiting in self._waiting if waiting is not request)
-        for slot, running in enumerate(self._running):
-            if running is not None and running.request is request:
-                self._running[slot] = None
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.request is not request)
+        for sequence in self._running():
+            if sequence.request is request:
+                self._take_slot_from(sequence)
 
     def step(self) -> list[Event]:
-        """One token for each decoding slot, then one chunk for each slot that still reads its prompt."""
+        """One token for each sequence that decodes, then one chunk for each that reads its prompt."""
         events = self._decode()
         self._admit()
         return events + self._prefill()
 
-    def _admit(self) -> None:
-        for slot, running in enumerate(self._running):
-            if running is None and self._waiting:
-                request = self._waiting.popleft()
-                guide = request.constraint.start() if request.constraint else None
-                self._running[slot] = _Running(request=request, guide=guide)
+    # Decoding
 
     def _decode(self) -> list[Event]:
-        ready = [(slot, r) for slot, r in enumerate(self._running) if r is not None and r.generated]
+        for sequence in self._running():
+            if not sequence.reads:
+                self._give_page(sequence)
+        ready = [sequence for sequence in self._running() if not sequence.reads]
         if not ready:
             return []
-        tokens, active = np.zeros(self._engine.slots, np.int32), np.zeros(self._engine.slots, bool)
-        for slot, running in ready:
-            tokens[slot], active[slot] = running.generated[-1], True
-        logprobs = any(running.request.top_logprobs is not None for _, running in ready)
-        allowed = _allowed(ready, num_rows=self._engine.slots)
-        sampled = self._engine.decode(tokens, active, logprobs=logprobs, allowed=allowed)
-        return [self._event(slot, running, sampled, slot) for slot, running in ready]
+        tokens, length = (np.zeros(self._sizes.slots, np.int32) for _ in range(2))
+        for sequence in ready:
+            tokens[sequence.slot] = sequence.generated[sequence.length - len(sequence.request.prompt)]
+            length[sequence.slot] = sequence.length
+        logprobs = any(sequence.request.top_logprobs is not None for sequence in ready)
+        allowed = _allowed([(sequence.slot, sequence) for sequence in ready], num_rows=self._sizes.slots)
+        sampled = self._device.decode(tokens, length, self._table, logprobs=logprobs, allowed=allowed)
+        for sequence in ready:
+            sequence.length += 1
+        return [self._event(sequence, sampled, sequence.slot) for sequence in ready if not sequence.replays]
+
+    def _give_page(self, sequence: _Sequence) -> None:
+        """See to it that a sequence's next token has a page. For want of one, the youngest loses its slot."""
+        while sequence.slot >= 0 and sequence.length >= len(sequence.pages) * self._sizes.page:
+            if self._make_room(1):
+                pages = self._pool.take(1)
+                self._device.clear(pages)
+                self._hold(sequence, [*sequence.pages, *pages])
+            else:
+                self._suspend(self._running()[-1])
+
+    def _suspend(self, sequence: _Sequence) -> None:
+        """Take slot and pages from a sequence, which waits for its turn again before all younger ones."""
+        self._take_slot_from(sequence)
+        self._waiting.appendleft(sequence)
+
+    # Reading prompts
+
+    def _admit(self) -> None:
+        readers = max(READERS, self._sizes.slots // SLOTS_PER_READER)
+        for sequence in list(self._waiting):
+            reading = [other for other in self._running() if other.reads]
+            if len(reading) >= readers or None not in self._slots:
+                return
+            if self._waits_for(sequence, reading):
+                continue
+            if not self._start(sequence):
+                return
+            self._waiting.remove(sequence)
+
+    def _waits_for(self, sequence: _Sequence, reading: Sequence[_Sequence]) -> bool:
+        """Whether somebody is about to read what `sequence` begins with; the state after it will then be kept."""
+        if not self._sizes.snapshots:
+            return False
+        prompt = sequence.request.identity
+        for other in reading:
+            shared = _common(prompt[:-1], other.request.identity, self._sizes.prefill_chunk)
+            if shared > other.length:
+                other.marks.add(shared)
+                return True
+        return False
+
+    def _start(self, sequence: _Sequence) -> bool:
+        """Give a slot and pages to a sequence; False where there are too few."""
+        page, prompt = self._sizes.page, sequence.request.prompt
+        total = -(-(len(prompt) + max(1, len(sequence.generated))) // page)
+        hit = self._prefixes.match(sequence.request.identity[:-1])  # one token is always read: its logits are wanted
+        self._pool.hold(hit.pages)
+        slot = self._slots.index(None)
+        if hit.length:  # before making room can evict it
+            self._device.copy(hit.snapshot, slot)
+        others = self.num_running  # each may need a page soon
+        if not self._make_room(total - len(hit.pages), spare=others):
+            self._pool.drop(hit.pages)
+            return False
+        pages = self._pool.take(total - len(hit.pages))
+        self._slots[slot], sequence.slot, sequence.length = sequence, slot, hit.length
+        self._hold(sequence, [*hit.pages, *pages])
+        self._device.clear(sequence.pages[-(-len(prompt) // page) :])  # chunks overwrite whole pages, tokens do not
+        self._note_start(sequence, hit.length, hit.shared)
+        return True
+
+    def _note_start(self, sequence: _Sequence, cached: int, shared: int) -> None:
+        request, chunk = sequence.request, self._sizes.prefill_chunk
+        sequence.marks = {length // chunk * chunk for length in (shared, request.shared_tokens)}
+        if sequence.cached is None:
+            sequence.cached = cached
+            sequence.seen = self._device.vocabulary_bits(request.prompt)
+            self.prompt_tokens += len(request.prompt)
+            self.cached_tokens += cached
 
     def _prefill(self) -> list[Event]:
+        reading, rows = [sequence for sequence in self._running() if sequence.reads], self._sizes.prefill_rows
         events = []
-        for slot, running in enumerate(self._running):
-            if running is None or running.generated:
-                continue
-            request, start = running.request, running.prefilled
-            chunk = request.prompt[start : start + self._engine.prefill_chunk]
-            running.prefilled += len(chunk)
-            wants = request.top_logprobs is not None
-            allowed = _allowed([(0, running)], num_rows=1)
-            sampled = self._engine.prefill(
-                slot, chunk, request.sampling, fresh=start == 0, logprobs=wants, allowed=allowed
-            )
-            if running.prefilled == len(request.prompt):
-                events.append(self._event(slot, running, sampled, 0))
+        for start in range(0, len(reading), rows):
+            events += self._read(reading[start : start + rows])
         return events
 
-    def _event(self, slot: int, running: _Running, sampled: Sampled, row: int) -> Event:
-        """Record row `row` of `sampled` as `running`'s next token and free its slot if that is the last one."""
-        request = running.request
+    def _read(self, sequences: Sequence[_Sequence]) -> list[Event]:
+        """One chunk for each of up to `prefill_rows` sequences."""
+        chunks = [self._chunk(sequence) for sequence in sequences]
+        logprobs = any(sequence.request.top_logprobs is not None for sequence in sequences)
+        sampled = self._device.prefill(chunks, logprobs=logprobs)
+        events = []
+        for row, (sequence, chunk) in enumerate(zip(sequences, chunks, strict=True)):
+            sequence.length += len(chunk.tokens)
+            if not sampled.finite[row]:
+                events.append(self._event(sequence, sampled, row))
+                continue
+            self._keep_state(sequence)
+            if not sequence.reads and not sequence.replays:
+                events.append(self._event(sequence, sampled, row))
+        return events
+
+    def _chunk(self, sequence: _Sequence) -> Chunk:
+        request, start = sequence.request, sequence.length
+        tokens = request.prompt[start : start + self._sizes.prefill_chunk]
+        ends = start + len(tokens) == len(request.prompt) and not sequence.generated
+        allowed = sequence.guide.allowed if ends and sequence.guide is not None else None
+        assert sequence.seen is not None
+        images = request.images
+        return Chunk(
+            slot=sequence.slot,
+            start=start,
+            tokens=tokens,
+            pages=self._table[sequence.slot],
+            seen=sequence.seen,
+            sampling=request.sampling,
+            allowed=allowed,
+            features=None if images is None else images.within(start, start + len(tokens)),
+        )
+
+    def _keep_state(self, sequence: _Sequence) -> None:
+        """Keep the state between two chunks where it is worth it: at the end of a prompt, in intervals, at marks."""
+        chunk, every, length = self._sizes.prefill_chunk, self._snapshot_every, sequence.length
+        if length % chunk or not self._sizes.snapshots:
+            return
+        last = length + chunk > len(sequence.request.prompt)
+        if last or length in sequence.marks or length // every > (length - chunk) // every:
+            pages = sequence.pages[: length // self._sizes.page]
+            slot = self._prefixes.insert(sequence.request.identity[:length], pages)
+            if slot is not None:
+                self._device.copy(sequence.slot, slot)
+
+    # Slots and pages
+
+    def _running(self) -> list[_Sequence]:
+        """Sequences with a slot, oldest first."""
+        return sorted((sequence for sequence in self._slots if sequence is not None), key=lambda s: s.age)
+
+    def _make_room(self, count: int, *, spare: int = 0) -> bool:
+        """Whether `count` pages are free, after giving up old prompts if need be; `spare` more should be left."""
+        if self._pool.num_free + self._prefixes.num_evictable < count + spare:
+            return False
+        while self._pool.num_free < count:
+            self._prefixes.evict()
+        return True
+
+    def _hold(self, sequence: _Sequence, pages: list[int]) -> None:
+        sequence.pages = pages
+        self._table[sequence.slot, : len(pages)] = pages
+
+    def _take_slot_from(self, sequence: _Sequence) -> None:
+        self._pool.drop(sequence.pages)
+        self._slots[sequence.slot] = None
+        self._table[sequence.slot] = -1
+        sequence.slot, sequence.pages, sequence.length = -1, [], 0
+
+    # Events
+
+    def _event(self, sequence: _Sequence, sampled: Sampled, row: int) -> Event:
+        """Record row `row` of `sampled` as the next token and free the slot if that is the last one."""
+        request = sequence.request
         if not sampled.finite[row]:
             error = RequestError("the model gave logits that are not finite", code="non_finite_logits")
-            return self._failed(slot, request, error)
+            return self._failed(sequence, error)
         token = int(sampled.token[row])
         try:
-            if running.guide is not None:
-                running.guide.advance(token)
+            if sequence.guide is not None:
+                sequence.guide.advance(token)
         except ConstraintError as error:
-            return self._failed(slot, request, RequestError(str(error), code="constraint_failed"))
-        running.generated.append(token)
+            return self._failed(sequence, RequestError(str(error), code="constraint_failed"))
+        sequence.generated.append(token)
         finish: Literal["stop", "length"] | None = None
         if token in request.stop_ids:
             finish = "stop"
-        elif len(running.generated) == request.max_tokens:
+        elif len(sequence.generated) == request.max_tokens:
             finish = "length"
         if finish:
-            self._running[slot] = None
-        return Event(request=request, token=token, logprobs=_logprobs(request, sampled, row), finish=finish)
+            self._take_slot_from(sequence)
+        return Event(
+            request=request,
+            token=token,
+            logprobs=_logprobs(request, sampled, row),
+            finish=finish,
+            cached_tokens=sequence.cached or 0,
+        )
 
-    def _failed(self, slot: int, request: Request, error: RequestError) -> Event:
-        self._running[slot] = None
-        return Event(request=request, token=None, finish="error", error=error)
+    def _failed(self, sequence: _Sequence, error: RequestError) -> Event:
+        self._take_slot_from(sequence)
+        return Event(request=sequence.request, token=None, finish="error", error=error)
 
 
-def _allowed(rows: Sequence[tuple[int, _Running]], *, num_rows: int) -> np.ndarray | None:
+def _common(a: Sequence[int], b: Sequence[int], chunk: int) -> int:
+    """Tokens that two prompts begin with alike, in whole chunks."""
+    length = 0
+    while length + chunk <= min(len(a), len(b)) and a[length : length + chunk] == b[length : length + chunk]:
+        length += chunk
+    return length
+
+
+def _allowed(rows: Sequence[tuple[int, _Sequence]], *, num_rows: int) -> np.ndarray | None:
     """The tokens that each row may draw, as `sample` takes them; None where no row is constrained."""
     allowed = None
-    for row, running in rows:
-        mask = running.guide.allowed if running.guide is not None else None
+    for row, sequence in rows:
+        mask = sequence.guide.allowed if sequence.guide is not None else None
         if mask is not None:
             allowed = np.full((num_rows, len(mask)), ALL_BITS, np.uint32) if allowed is None else allowed
             allowed[row] = mask

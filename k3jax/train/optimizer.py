@@ -3,7 +3,12 @@
 One table, `MATRICES`, says for each kind of weight (its tuple of logical axes) which axes Muon takes as a matrix's
 inputs and outputs. Axes it does not name, and the leading layer axis of a stack, are batch: every layer, expert and
 attention head is orthogonalised on its own, so Per-Head Muon is a line of the table. Optax's own Muon has the same
-rule but one set of products for each weight, which costs a small model more to compile and to run than its layers do.
+rule but one set of products for each weight, which costs a small model more to compile and to run than its layers do;
+AdamW and the schedules are optax's.
+
+QK-Clip (`clip_queries_and_keys`) comes after the update: heads of MLA whose attention scores grew past a limit get
+smaller query and key weights (Kimi K2, arXiv:2507.20534; training 3.5). KDA normalises its queries and keys and needs
+none.
 """
 
 from __future__ import annotations
@@ -17,51 +22,76 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from k3jax.checkpoint.orbax_io import named_leaves, with_leaves
 from k3jax.config import OptimizerConfig
-from k3jax.nn.param import is_variable
+from k3jax.nn.param import is_variable, island
 from k3jax.nn.transformer import Transformer
+from sharding.local import (
+    exchange,
+    exchange_back,
+    largest_anywhere,
+    parts_of,
+    stored_part,
+    total_of_parts,
+    total_over,
+)
 
 Axes = tuple[str, ...]
+Table = Mapping[Axes, tuple[Axes, Axes]]
 
 # axes of the weight -> (input axes, output axes)
 MATRICES: dict[Axes, tuple[Axes, Axes]] = {
-    # attention, one matrix a head: queries, keys, values, decay and output gates
+    # attention, one matrix a head: queries, keys and values (the report), decay and output gates (our choice)
     ("embed", "kda_heads", "head_dim"): (("embed",), ("head_dim",)),
     ("low_rank", "kda_heads", "head_dim"): (("low_rank",), ("head_dim",)),
     ("q_rank", "mla_heads", "qk_dim"): (("q_rank",), ("qk_dim",)),
     ("kv_rank", "mla_heads", "nope_dim"): (("kv_rank",), ("nope_dim",)),
     ("kv_rank", "mla_heads", "v_dim"): (("kv_rank",), ("v_dim",)),
     ("embed", "mla_heads", "v_dim"): (("embed",), ("v_dim",)),
-    # attention, whole matrices
+    # attention, whole matrices; kv_down holds the latent and the extra key side by side
     ("embed", "low_rank"): (("embed",), ("low_rank",)),
     ("embed", "q_rank"): (("embed",), ("q_rank",)),
     ("embed", "kv_rank"): (("embed",), ("kv_rank",)),
     ("kda_heads", "head_dim", "embed"): (("kda_heads", "head_dim"), ("embed",)),
     ("mla_heads", "v_dim", "embed"): (("mla_heads", "v_dim"), ("embed",)),
-    # feed-forward: one matrix an expert
+    # feed-forward: one matrix an expert, whole matrices elsewhere. K3's choice for the router is not published; as a
+    # matrix it gets updates of the size that all others get, whatever the scale of its gradient
     ("embed", "mlp"): (("embed",), ("mlp",)),
     ("mlp", "embed"): (("mlp",), ("embed",)),
-    ("embed", "experts"): (("embed",), ("experts",)),
+    ("embed", "expert_scores"): (("embed",), ("expert_scores",)),
     ("embed", "latent"): (("embed",), ("latent",)),
+    ("mtp_pair", "embed"): (("mtp_pair",), ("embed",)),
     ("latent", "embed"): (("latent",), ("embed",)),
-    ("experts", "latent", "expert_mlp"): (("latent",), ("expert_mlp",)),
-    ("experts", "expert_mlp", "latent"): (("expert_mlp",), ("latent",)),
+    ("experts", "expert_latent", "expert_mlp"): (("expert_latent",), ("expert_mlp",)),
+    ("experts", "expert_mlp", "expert_latent"): (("expert_mlp",), ("expert_latent",)),
+    # vision tower and projector: queries, keys and values one matrix a head
+    ("vit", "vit_qkv", "vit_heads", "vit_head_dim"): (("vit",), ("vit_head_dim",)),
+    ("vit_heads", "vit_head_dim", "vit"): (("vit_heads", "vit_head_dim"), ("vit",)),
+    ("vit", "vit_mlp"): (("vit",), ("vit_mlp",)),
+    ("vit_mlp", "vit"): (("vit_mlp",), ("vit",)),
+    ("merged", "merged_mlp"): (("merged",), ("merged_mlp",)),
+    ("merged_mlp", "embed"): (("merged_mlp",), ("embed",)),
 }
 # AdamW with weight decay: tables of vectors, and the rows of per-head scalars behind KDA's beta
 DECAYED: set[Axes] = {("vocab", "embed"), ("embed", "vocab"), ("embed", "kda_heads")}
+# and the vision tower's embeddings: of patches, and of their places
+DECAYED |= {("channels", "patch_rows", "patch_columns", "vit"), ("grid_rows", "grid_columns", "vit")}
 # AdamW without: convolution taps, dt_bias; and whatever has one axis (norms, AttnRes queries, A_log)
 NOT_DECAYED: set[Axes] = {("kda_heads", "head_dim", "conv"), ("kda_heads", "head_dim")}
+NOT_DECAYED |= {("lora_in", "lora_rank"), ("lora_rank", "lora_out")}  # adapters, of `k3jax.train.lora`
+TOGETHER = 2**22  # elements up to which weights of the same axes are orthogonalised together
+AT_A_TIME = 2**28  # elements of matrices that are orthogonalised at one time: their copies are temporary memory
 UPDATE_RMS = 0.2  # of a Muon update before the learning rate: AdamW's usual size, so one rate serves both
 
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """How a weight of `shape` is a batch of matrices: its dims by role."""
+    """How a weight of `shape` is a batch of matrices: its dims by role, and the logical axes of its last dims."""
 
     shape: tuple[int, ...]
+    axes: Axes
     batch: tuple[int, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -71,70 +101,130 @@ class MatrixSpec:
         """Inputs and outputs of one matrix."""
         return math.prod(self.shape[d] for d in self.inputs), math.prod(self.shape[d] for d in self.outputs)
 
+    @property
+    def update_scale(self) -> float:
+        """What makes the root mean square of an orthogonal matrix of these sizes `UPDATE_RMS`."""
+        return UPDATE_RMS * max(self.sizes) ** 0.5
+
+    @property
+    def per_head(self) -> bool:
+        """Whether every attention head is a matrix of its own."""
+        lead = len(self.shape) - len(self.axes)
+        return any(d >= lead and self.axes[d - lead].endswith("_heads") for d in self.batch)
+
     def to_matrices(self, weight: Array) -> Float[Array, "n small large"]:
         """The matrices, on the side where the Gram matrix is small."""
-        fan_in, fan_out = self.sizes
+        fan_in, fan_out = (math.prod(weight.shape[d] for d in side) for side in (self.inputs, self.outputs))
         matrices = weight.transpose(self._order).reshape(-1, fan_in, fan_out)
-        return matrices if fan_in <= fan_out else matrices.mT
+        return matrices.mT if self._is_tall else matrices
 
-    def from_matrices(self, matrices: Float[Array, "n small large"]) -> Array:
-        """Undo `to_matrices`."""
-        fan_in, fan_out = self.sizes
-        matrices = matrices if fan_in <= fan_out else matrices.mT
-        weight = matrices.reshape([self.shape[d] for d in self._order])
+    def from_matrices(self, matrices: Float[Array, "n small large"], shape: tuple[int, ...]) -> Array:
+        """Undo `to_matrices` of a weight, or a device's part of one, of `shape`."""
+        matrices = matrices.mT if self._is_tall else matrices
+        weight = matrices.reshape([shape[d] for d in self._order])
         return weight.transpose([self._order.index(d) for d in range(len(self.shape))])
+
+    @property
+    def split_over(self) -> tuple[Axes, Axes]:
+        """The mesh axes over which the small and the large side of the matrices lie in parts."""
+        parts, lead = parts_of(self.axes), len(self.shape) - len(self.axes)
+        inputs, outputs = (
+            tuple(axis for d in side for axis in parts[d - lead]) for side in (self.inputs, self.outputs)
+        )
+        return (outputs, inputs) if self._is_tall else (inputs, outputs)
+
+    @property
+    def _is_tall(self) -> bool:
+        fan_in, fan_out = self.sizes
+        return fan_in > fan_out
 
     @property
     def _order(self) -> tuple[int, ...]:
         return self.batch + self.inputs + self.outputs
 
 
-def matrix_spec(axes: Axes, shape: tuple[int, ...]) -> MatrixSpec:
+def matrix_spec(axes: Axes, shape: tuple[int, ...], table: Table = MATRICES) -> MatrixSpec:
     """The matrices in a Muon weight of `shape`, whose stacked dims come before its own `axes`."""
     stacked = len(shape) - len(axes)
-    inputs, outputs = (tuple(axes.index(name) + stacked for name in side) for side in MATRICES[axes])
+    inputs, outputs = (tuple(axes.index(name) + stacked for name in side) for side in table[axes])
     batch = tuple(d for d in range(len(shape)) if d not in inputs + outputs)
-    return MatrixSpec(shape, batch, inputs, outputs)
+    return MatrixSpec(shape, axes, batch, inputs, outputs)
 
 
-def orthogonalize(specs: Mapping[str, MatrixSpec], *, steps: int) -> optax.GradientTransformation:
-    """Replace every matrix by one with its singular vectors and singular values near 1, scaled to `UPDATE_RMS`.
+def muon_directions(
+    momenta: Mapping[str, Array], specs: Mapping[str, MatrixSpec], *, steps: int, dtype: Any
+) -> dict[str, Array]:
+    """Every weight's momentum with each of its matrices orthogonalised, of root mean square `UPDATE_RMS`, float32.
 
-    Matrices of equal size are orthogonalised together: a few large batches instead of hundreds of small products.
+    Weights of the same axes and sizes are taken together as long as they are small: a few batches of products instead
+    of hundreds. Large ones go alone and one after the other, since copies of all of them at one time cost more memory
+    than the weights.
     """
+    groups: dict[Any, list[str]] = {}
+    for name, spec in specs.items():
+        is_small = math.prod(spec.shape) <= TOGETHER
+        groups.setdefault((spec.axes, spec.sizes, None if is_small else name), []).append(name)
+    done: dict[str, Array] = {}
+    turn = jnp.zeros(())
+    for names in groups.values():
+        parts, spec = [specs[name].to_matrices(momenta[name]) for name in names], specs[names[0]]
+        is_large = math.prod(spec.shape) > TOGETHER
+        if is_large:
+            parts, _ = jax.lax.optimization_barrier((parts, turn))
+        result = orthogonalize(jnp.concatenate(parts) if len(parts) > 1 else parts[0], spec, steps=steps, dtype=dtype)
+        ends = np.cumsum([len(part) for part in parts])[:-1]
+        for name, matrices in zip(names, jnp.split(result, ends), strict=True):
+            moved = matrices.astype(island(momenta[name].dtype)) * spec.update_scale
+            done[name] = specs[name].from_matrices(moved, momenta[name].shape)
+        turn = matrices[0, 0, 0] if is_large else turn
+    return {name: done[name] for name in specs}
 
-    def update(updates: dict[str, Any], state: Any, params: Any = None) -> tuple[dict[str, Any], Any]:
-        groups: dict[tuple[int, int], list[str]] = {}
-        for name in specs:
-            small, large = sorted(specs[name].sizes)
-            groups.setdefault((small, large), []).append(name)
-        done = dict(updates)
-        for (_, large), names in groups.items():
-            parts = [specs[name].to_matrices(updates[name]) for name in names]
-            result = newton_schulz(jnp.concatenate(parts), steps=steps) * (UPDATE_RMS * large**0.5)
-            ends = np.cumsum([len(part) for part in parts])[:-1]
-            for name, matrices in zip(names, jnp.split(result, ends), strict=True):
-                done[name] = specs[name].from_matrices(matrices)
-        return done, state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+def orthogonalize(
+    matrices: Float[Array, "n small large"], spec: MatrixSpec, *, steps: int, dtype: Any
+) -> Float[Array, "n small large"]:
+    """`newton_schulz` of a weight's matrices, whose sides many devices may hold in parts.
+
+    The devices trade the parts for whole matrices, fewer of them each, and trade back: two all-to-alls for each side
+    that is in parts, in `dtype`, and no device gathers a whole weight.
+    """
+    small, large = spec.split_over
+    if not small and not large:
+        return newton_schulz(matrices, steps=steps, dtype=dtype)
+    halfway = exchange(matrices.astype(dtype), small, dim=1)
+    done = newton_schulz(exchange(halfway, large, dim=2), steps=steps, dtype=dtype)
+    return exchange_back(exchange_back(done, large, dim=2, n=len(halfway)), small, dim=1, n=len(matrices))
 
 
-def newton_schulz(matrices: Float[Array, "n small large"], *, steps: int) -> Float[Array, "n small large"]:
-    """Drive singular values to about 0.7..1.2: X <- aX + (bA + cA^2)X with A = XX^T (spec: training.md 3.2)."""
+def newton_schulz(
+    matrices: Float[Array, "n small large"], *, steps: int, dtype: Any = "float32"
+) -> Float[Array, "n small large"]:
+    """Drive singular values to about 0.7..1.2: X <- aX + (bA + cA^2)X with A = XX^T, in `dtype` (training 3.2).
+
+    The norms before it are float32, so that bfloat16 cannot lose a matrix of small entries.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrices / (jnp.linalg.norm(matrices, axis=(-2, -1), keepdims=True) + 1e-8)
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return x
+
+    def iterate(x: Float[Array, "n small large"]) -> Float[Array, "n small large"]:
+        x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+        x = (x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)).astype(dtype)
+        for _ in range(steps):
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * (gram @ gram)) @ x
+        return x
+
+    pieces = -(-matrices.size // AT_A_TIME)
+    pieces = next((k for k in range(pieces, len(matrices) + 1) if len(matrices) % k == 0), 1)
+    if pieces == 1:
+        return iterate(matrices)
+    return jax.lax.map(iterate, matrices.reshape(pieces, -1, *matrices.shape[1:])).reshape(matrices.shape)
 
 
-def group_of(axes: Axes) -> str:
+def group_of(axes: Axes, table: Table = MATRICES) -> str:
     """`"muon"`, `"adam_decayed"` or `"adam"`; `ValueError` for axes that no table names."""
-    if axes in MATRICES:
+    if axes in table:
         return "muon"
-    if axes in DECAYED:
+    if axes in DECAYED or axes in MATRICES:  # a matrix that an experiment's table leaves out
         return "adam_decayed"
     if len(axes) == 1 or axes in NOT_DECAYED:
         return "adam"
@@ -142,63 +232,151 @@ def group_of(axes: Axes) -> str:
 
 
 def learning_rate(config: OptimizerConfig, *, steps: int, peak: float) -> optax.Schedule:
-    """A linear rise to `peak`, then a cosine or a line down to `min_lr_ratio * peak` at the last of `steps` updates."""
+    """A linear rise to `peak`, then down to `min_lr_ratio * peak` at the last of `steps` updates.
+
+    Down by a cosine, by a line, or ("wsd") by a line over the last `decay_fraction` of the steps only.
+    """
     warmup = max(1, round(config.warmup_fraction * steps))
     rise = optax.schedules.linear_schedule(peak / warmup, peak, max(1, warmup - 1))
     rest = max(1, steps - warmup)
     if config.schedule == "cosine":
         fall = optax.schedules.cosine_decay_schedule(peak, rest, config.min_lr_ratio)
     else:
-        fall = optax.schedules.linear_schedule(peak, config.min_lr_ratio * peak, rest)
+        decay = rest if config.schedule == "linear" else min(rest, max(1, round(config.decay_fraction * steps)))
+        fall = optax.schedules.linear_schedule(peak, config.min_lr_ratio * peak, decay, rest - decay)
     return optax.schedules.join_schedules([rise, fall], [warmup])
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Updated:
+    """What one update makes: the new weights and state, and numbers to report."""
+
+    params: Any
+    opt_state: Any
+    metrics: dict[str, Float[Array, ""]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """An optax transformation that sees the trainable weights as a flat dict by name."""
+    """Muon for the weights in `specs`, AdamW for the others; weights are a tree of variables, by name inside.
 
-    transform: optax.GradientTransformation
+    The state is `{"momentum": {name: float32}, "adam": optax's}`. Metrics of an update: `grad_norm` before clipping,
+    `grad_norm/GROUP` and `update_norm/GROUP` of each group (the update before the learning rate, without decay), and
+    the least and largest root mean square of a head's update, `head_update_rms/min` and `/max`.
+    """
+
+    config: OptimizerConfig
+    specs: Mapping[str, MatrixSpec]
+    groups: Mapping[str, str]  # of every weight
+    axes: Mapping[str, Axes]  # of every weight
+    adam: optax.GradientTransformation
     schedule: optax.Schedule  # of the Muon weights; what a run reports as its learning rate
-    clip_norm: float
+    adam_schedule: optax.Schedule
+    dtype: Any  # of Newton-Schulz
 
-    def init(self, params: Transformer) -> Any:
+    def init(self, params: Any) -> Any:
         """The optimizer's state at step 0."""
-        return self.transform.init(named_leaves(params))
+        named = named_leaves(params)
+        momentum = {name: jnp.zeros(named[name].shape, island(named[name].dtype)) for name in self.specs}
+        return {"momentum": momentum, "adam": self.adam.init(self._others(named))}
 
-    def update(
-        self, grads: Transformer, opt_state: Any, params: Transformer
-    ) -> tuple[Transformer, Any, Float[Array, ""]]:
-        """New params, new state, and the norm of the gradients before they are clipped."""
+    def update(self, grads: Any, opt_state: Any, params: Any, step: Int[Array, ""]) -> Updated:
+        """The update number `step` (from 0)."""
         named_grads, named_params = named_leaves(grads), named_leaves(params)
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(grad)) for grad in named_grads.values()))
-        scale = jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-12))
+        norms = self._norms(named_grads)
+        norm = jnp.sqrt(sum(jnp.square(value) for value in norms.values()))
+        scale = jnp.minimum(1.0, self.config.clip_norm / jnp.maximum(norm, 1e-12))
         clipped = {name: grad * scale for name, grad in named_grads.items()}
-        updates, opt_state = self.transform.update(clipped, opt_state, named_params)
-        return with_leaves(params, optax.apply_updates(named_params, updates)), opt_state, norm
+
+        mu = self.config.muon_momentum
+        momentum = {name: mu * opt_state["momentum"][name] + clipped[name] for name in self.specs}
+        nesterov = {name: clipped[name] + mu * momentum[name] for name in self.specs}
+        directions = muon_directions(nesterov, self.specs, steps=self.config.muon_steps, dtype=self.dtype)
+        metrics = {"grad_norm": norm, **{f"grad_norm/{group}": value for group, value in norms.items()}}
+        metrics |= _head_rms(directions, self.specs)
+
+        adam, adam_state = self.adam.update(self._others(clipped), opt_state["adam"])
+        directions |= adam
+        metrics |= {f"update_norm/{group}": value for group, value in self._norms(directions).items()}
+        new = {name: self._moved(name, named_params[name], directions[name], step) for name in named_params}
+        return Updated(
+            params=with_leaves(params, new), opt_state={"momentum": momentum, "adam": adam_state}, metrics=metrics
+        )
+
+    def _moved(self, name: str, weight: Array, direction: Array, step: Int[Array, ""]) -> Array:
+        rate = (self.schedule if name in self.specs else self.adam_schedule)(step)
+        decay = 0.0 if self.groups[name] == "adam" else self.config.weight_decay
+        return weight - rate * (direction + decay * weight)
+
+    def _norms(self, named: Mapping[str, Array]) -> dict[str, Float[Array, ""]]:
+        """The norm of each group's weights taken together."""
+        squares: dict[str, Any] = {}
+        for name, leaf in named.items():
+            of_part = jnp.sum(jnp.square(leaf.astype(island(leaf.dtype))))
+            squares[self.groups[name]] = squares.get(self.groups[name], 0.0) + total_of_parts(of_part, self.axes[name])
+        return {group: jnp.sqrt(value) for group, value in sorted(squares.items())}
+
+    def _others(self, named: Mapping[str, Array]) -> dict[str, Array]:
+        return {name: leaf for name, leaf in named.items() if name not in self.specs}
 
 
-def make_optimizer(config: OptimizerConfig, params: Transformer, *, steps: int) -> Optimizer:
-    """The optimizer of a run of `steps` updates for model-shaped `params` (arrays or shapes)."""
+def make_optimizer(
+    config: OptimizerConfig, params: Any, *, steps: int, dtype: Any = "float32", table: Table = MATRICES
+) -> Optimizer:
+    """The optimizer of a run of `steps` updates for a tree of variables (arrays or shapes), computing in `dtype`."""
     axes = {name: variable.axes for name, variable in _variables(params).items()}
     shapes = {name: leaf.shape for name, leaf in named_leaves(params).items()}
-    specs = {name: matrix_spec(axes[name], shapes[name]) for name in axes if axes[name] in MATRICES}
-    muon_rate = learning_rate(config, steps=steps, peak=config.learning_rate)
-    adam_rate = learning_rate(config, steps=steps, peak=config.adam_learning_rate or config.learning_rate)
-    adam = {"b1": config.adam_b1, "b2": config.adam_b2, "eps": 1e-8}
-    transforms = {
-        "muon": optax.chain(
-            optax.trace(config.muon_momentum, nesterov=True),
-            orthogonalize(specs, steps=config.muon_steps),
-            optax.add_decayed_weights(config.weight_decay),
-            optax.scale_by_learning_rate(muon_rate),
-        ),
-        "adam_decayed": optax.adamw(adam_rate, **adam, weight_decay=config.weight_decay),
-        "adam": optax.adam(adam_rate, **adam),
-    }
-    labels = {name: group_of(axes[name]) for name in axes}
-    return Optimizer(transform=optax.partition(transforms, labels), schedule=muon_rate, clip_norm=config.clip_norm)
+    schedule, adam_schedule = (
+        learning_rate(config, steps=steps, peak=peak or config.learning_rate)
+        for peak in (config.learning_rate, config.adam_learning_rate)
+    )
+    return Optimizer(
+        config=config,
+        specs={name: matrix_spec(axes[name], shapes[name], table) for name in axes if axes[name] in table},
+        groups={name: group_of(axes[name], table) for name in axes},
+        axes=axes,
+        adam=optax.scale_by_adam(config.adam_b1, config.adam_b2, eps=1e-8),
+        schedule=schedule,
+        adam_schedule=adam_schedule,
+        dtype=jnp.dtype(dtype),
+    )
 
 
-def _variables(params: Transformer) -> dict[str, Any]:
+def clip_queries_and_keys(
+    params: Transformer, max_logits: Mapping[str, Float[Array, "*layers H"]], limit: float
+) -> Transformer:
+    """QK-Clip: heads whose largest score of the step exceeds `limit` get weights that would have scored `limit`.
+
+    `max_logits` is by kind of layer; -inf (a head that scored nothing) changes nothing. A score is query times key, so
+    each side takes the square root; the extra key is shared by all heads and stays, so the query's part takes it all.
+    """
+    clipped = jax.tree.map(lambda leaf: leaf, params)
+    for kind, largest in max_logits.items():
+        mixer = clipped.layers(kind).mixer
+        factor = (limit / jnp.maximum(largest, limit))[..., None, :, None]
+        q_factor, k_factor = (stored_part(factor, w.axes, "mla_heads", dim=-2) for w in (mixer.q_up, mixer.k_up))
+        q, k = mixer.q_up.get_value(), mixer.k_up.get_value()
+        own = jnp.arange(q.shape[-1]) < k.shape[-1]
+        mixer.q_up = mixer.q_up.replace(q * jnp.where(own, jnp.sqrt(q_factor), q_factor))
+        mixer.k_up = mixer.k_up.replace(k * jnp.sqrt(k_factor))
+    return clipped
+
+
+def _head_rms(directions: Mapping[str, Array], specs: Mapping[str, MatrixSpec]) -> dict[str, Float[Array, ""]]:
+    """The least and largest root mean square over all matrices that are one head's."""
+    sizes = []
+    for name, spec in specs.items():
+        if spec.per_head:
+            of_part = jnp.sum(jnp.square(directions[name]), axis=spec.inputs + spec.outputs)
+            sizes.append(jnp.sqrt(total_over(of_part, sum(spec.split_over, ())) / math.prod(spec.sizes)).reshape(-1))
+    if not sizes:
+        return {}
+    every = jnp.concatenate(sizes)
+    least, most = -largest_anywhere(jnp.max(-every)), largest_anywhere(jnp.max(every))
+    return {"head_update_rms/min": least, "head_update_rms/max": most}
+
+
+def _variables(params: Any) -> dict[str, Any]:
     variables = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_variable) if leaf.get_value() is not None]
     return dict(zip(named_leaves(params), variables, strict=True))

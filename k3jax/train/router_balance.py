@@ -18,9 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from k3jax.config import ModelConfig
 from k3jax.nn.moe import RouterView
-from k3jax.nn.plan import Depth
 from k3jax.nn.transformer import Transformer
 
 HIGH, LOW = 8, 128  # a bin's number is high * LOW + low; LOW fills the lanes of a matrix unit
@@ -56,19 +54,6 @@ def count_router(view: RouterView) -> RouterCounts:
     scores = view.scores.reshape(tokens, -1)
     histogram = required_bias_histogram(scores, view.cutoff.reshape(tokens), view.bias, valid)
     return RouterCounts(histogram=histogram, load=view.load)
-
-
-def no_counts(config: ModelConfig) -> dict[str, RouterCounts]:
-    """Zeros to add to: counts of all MoE layers, by kind of layer as in `Transformer.stacks`."""
-    experts = config.moe.num_experts
-    return {
-        kind: RouterCounts(
-            histogram=jnp.zeros((len(layers), experts, BINS), jnp.int32),
-            load=jnp.zeros((len(layers), experts), jnp.int32),
-        )
-        for kind, layers in Depth(config).layers_of.items()
-        if kind.endswith("moe")
-    }
 
 
 def required_bias_histogram(
@@ -124,7 +109,7 @@ def rebalance(router_bias: Transformer, counts: dict[str, RouterCounts], k: int)
     """The next step's biases of the whole model; `router_bias` and the result are parts of `split_model`."""
     balanced = jax.tree.map(lambda bias: bias, router_bias)
     for kind, seen in counts.items():
-        router = balanced.stacks[kind].ffn.router
+        router = balanced.layers(kind).ffn.router
         router.bias = router.bias.replace(balanced_bias(seen.histogram, router.bias.get_value(), k))
     return balanced
 
@@ -135,8 +120,8 @@ def router_metrics(counts: dict[str, RouterCounts], router_bias: Transformer, k:
     """
     if not counts:
         return {}
-    loads = jnp.concatenate([seen.load for seen in counts.values()])
-    tokens = jnp.concatenate([jnp.sum(seen.histogram[:, 0], axis=-1) for seen in counts.values()])
+    loads = jnp.concatenate([seen.load.reshape(-1, seen.load.shape[-1]) for seen in counts.values()])
+    tokens = jnp.concatenate([jnp.sum(seen.histogram[..., 0, :], axis=-1).reshape(-1) for seen in counts.values()])
     ranges = [jnp.max(jnp.ptp(bias, axis=-1)) for bias in jax.tree.leaves(router_bias)]
     mean = jnp.maximum(tokens * k, 1) / loads.shape[-1]
     values = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
@@ -25,11 +27,26 @@ def open_image(source: bytes | str | os.PathLike[str], *, upright: bool = False)
     the released model's processor applies it; `upright` applies it. Raises `ImageError` for a file of more than
     `MAX_BYTES`, an image of more than `MAX_PIXELS`, and anything that is no complete image of `FORMATS`.
     """
-    try:
+    with _one_line_errors():
         image = Image.open(BytesIO(_read(source)), formats=FORMATS)
         check_pixels(image)  # before any pixel is decoded
         image.load()
         return as_rgb(ImageOps.exif_transpose(image) if upright else image)
+
+
+def image_size_of(source: bytes | str | os.PathLike[str]) -> tuple[int, int]:
+    """The (width, height) that an image file's header names, without decoding it. Raises `ImageError`."""
+    with _one_line_errors():
+        image = Image.open(BytesIO(_read(source)), formats=FORMATS)
+        check_pixels(image)
+        return image.size
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Whatever a decoder raises, as an `ImageError`."""
+    try:
+        yield
     except ImageError:
         raise
     except Image.DecompressionBombError as error:

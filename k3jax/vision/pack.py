@@ -13,7 +13,7 @@ from k3jax.vision.image import MERGE, PATCH, SIDE_LIMIT, Grid, Patches
 
 MAX_FRAMES = 4  # of one video chunk
 # Patches of a row, so that few programs are compiled; the last holds the largest image, which padding lifts to 67,268.
-BUCKETS = tuple(1024 * n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 66))
+BUCKETS = (64, 256, *(1024 * n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 66)))
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
-from k3jax.vision.decode import ImageError, open_image
+from k3jax.vision.decode import open_image
 from k3jax.vision.image import Grid, Patches, preprocess
 
-Source = bytes | str | os.PathLike[str]
+Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -23,24 +24,43 @@ class Prepared:
     size: tuple[int, int]
 
 
-def prepare_images(sources: Iterable[Source], *, workers: int = 4) -> Iterator[Prepared | ImageError]:
-    """Each image in the order of `sources`, or the error of one that cannot be used: others are unharmed.
-
-    At most two images a worker are ready and not yet taken: a prepared image takes up to 158 MB.
-    """
-    pending: deque[Future[Prepared | ImageError]] = deque()
-    with ThreadPoolExecutor(workers) as pool:
-        for source in sources:
-            pending.append(pool.submit(_prepare, source))
-            if len(pending) >= 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-def _prepare(source: Source) -> Prepared | ImageError:
-    try:
-        image = open_image(source)
-    except ImageError as error:
-        return error
+def prepare(source: bytes | str | os.PathLike[str]) -> Prepared:
+    """Decode and preprocess an image file; raises `ImageError`."""
+    image = open_image(source)
     return Prepared(*preprocess(image), image.size)
+
+
+def ahead(
+    fn: Callable[[Item], Result], items: Iterable[Item], *, workers: int = 4
+) -> Iterator[tuple[Item, Future[Result]]]:
+    """Each item with the future of `fn(item)`, in order, while threads work on those that follow.
+
+    At most two items a worker are done and not yet taken: a prepared image takes up to 158 MB. Without `workers` an
+    item is worked on when it is asked for.
+    """
+    if not workers:
+        for item in items:
+            yield item, _done(fn, item)
+        return
+    pending: deque[tuple[Item, Future[Result]]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for item in items:
+                pending.append((item, pool.submit(fn, item)))
+                if len(pending) >= 2 * workers:
+                    yield pending.popleft()
+            while pending:
+                yield pending.popleft()
+        finally:
+            for _, future in pending:
+                future.cancel()
+
+
+def _done(fn: Callable[[Item], Result], item: Item) -> Future[Result]:
+    """`fn(item)`, as a thread would leave it."""
+    future: Future[Result] = Future()
+    try:
+        future.set_result(fn(item))
+    except Exception as error:  # to be raised where the result is asked for
+        future.set_exception(error)
+    return future

@@ -33,6 +33,33 @@ def read_bank(snapshots: Array, count: Array, queries: Array, *, eps: float) -> 
 
 def read(mixed: Array, log_sum_exp: Array, live: Array, has_live: Array, query: Array, *, eps: float) -> Array:
     """See `pallas_kernels.attn_res.read`."""
+    return merge(mixed, log_sum_exp, live, has_live, query, eps).astype(live.dtype)
+
+
+def merge(mixed: Array, log_sum_exp: Array, live: Array, has_live: Array, query: Array, eps: float) -> Array:
+    """The read, unrounded."""
     scores = jnp.stack([log_sum_exp, jnp.where(has_live, normalise(live, eps) @ query, -jnp.inf)])
     weights = jax.nn.softmax(scores, axis=0)[..., None]
-    return (weights[0] * mixed.astype(weights.dtype) + weights[1] * live.astype(weights.dtype)).astype(live.dtype)
+    return weights[0] * mixed.astype(weights.dtype) + weights[1] * live.astype(weights.dtype)
+
+
+def norm(x: Array, weight: Array, eps: float) -> Array:
+    """RMS norm, rounded to the weight's dtype before the weight as the released model does."""
+    return weight * normalise(x, eps).astype(weight.dtype)
+
+
+def read_norm(
+    mixed: Array,
+    log_sum_exp: Array,
+    live: Array,
+    update: Array | None,
+    has_live: Array,
+    query: Array,
+    weight: Array,
+    *,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Array, Array]:
+    """See `pallas_kernels.attn_res.read_norm`."""
+    live = live if update is None else live + update
+    return live, norm(merge(mixed, log_sum_exp, live, has_live, query, eps), weight, norm_eps)

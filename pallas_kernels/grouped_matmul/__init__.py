@@ -1,9 +1,10 @@
 """Grouped matmul: rows sorted by expert times each expert's own weights, and the whole expert MLP on top of it.
 
 Bodies: "reference" (every expert times every row), "xla" (`ragged_dot`), "blocked" (padded blocks, the default: XLA
-expands `ragged_dot` to every expert times every row on a GPU and on a TPU) and "tpu" (Pallas kernels, `tpu.py`). On a
-TPU the default is "tpu" for bf16 rows where a kernel takes the call: widths that 128 divides, and experts that are
-floats or MXFP4 in the decode layout.
+expands `ragged_dot` to every expert times every row on a GPU and on a TPU), "tpu" (Pallas kernels, `tpu.py`) and "gpu"
+(a Pallas kernel for MXFP4 experts). On a TPU the default is "tpu" for bf16 rows where a kernel takes the call: widths
+that 128 divides, and experts that are floats or MXFP4 in the decode layout; on a Hopper GPU it is "gpu" for bf16 rows
+and MXFP4 experts in the checkpoint's layout.
 """
 
 from collections.abc import Callable
@@ -13,15 +14,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.dispatch import BY_PLATFORM, resolve
-from pallas_kernels.grouped_matmul import blocked, reference, tpu, xla
+from pallas_kernels.dispatch import BY_PLATFORM, on_hopper, resolve
+from pallas_kernels.grouped_matmul import blocked, gpu, reference, tpu, xla
 from pallas_kernels.grouped_matmul.common import Experts, input_output_widths, sliced
 from pallas_kernels.grouped_matmul.routing import Routing, combine_rows, gather_rows, sort_by_expert
 from pallas_kernels.mx import fake_quantize_mxfp8
 
 __all__ = ["Routing", "combine_rows", "expert_ffn", "gather_rows", "grouped_matmul", "sort_by_expert"]
 
-Implementation = Literal["reference", "xla", "blocked", "tpu"]
+Implementation = Literal["reference", "xla", "blocked", "tpu", "gpu"]
 
 
 def grouped_matmul(
@@ -40,8 +41,10 @@ def grouped_matmul(
     Raises ValueError if widths or numbers of experts disagree.
     """
     _check("grouped_matmul", rows, group_sizes, {"experts": experts})
-    fits = rows.dtype == jnp.bfloat16 and tpu.why_not_matmul(rows, experts) is None
-    return _body("grouped_matmul", implementation, fits)(rows, sliced(experts), group_sizes, precision=precision)
+    fits_tpu = rows.dtype == jnp.bfloat16 and tpu.why_not_matmul(rows, experts) is None
+    body = _body("grouped_matmul", implementation, fits_tpu, gpu.why_not(rows, experts) is None)
+    experts = experts if body is tpu.grouped_matmul else sliced(experts)
+    return body(rows, experts, group_sizes, precision=precision)
 
 
 def expert_ffn(
@@ -75,8 +78,8 @@ def expert_ffn(
         raise ValueError(f"expert_ffn: activations={activations!r} is unknown; use 'bf16' or 'mxfp8' or 'mxfp8_hidden'")
     rows = fake_quantize_mxfp8(rows) if activations == "mxfp8" else rows
     quantize_hidden = activations != "bf16"
-    fits = rows.dtype == jnp.bfloat16 and tpu.why_not(rows, w1, w3, w2, quantize_hidden) is None
-    body = _body("expert_ffn", implementation, fits)
+    fits_tpu = rows.dtype == jnp.bfloat16 and tpu.why_not(rows, w1, w3, w2, quantize_hidden) is None
+    body = _body("expert_ffn", implementation, fits_tpu, gpu.why_not(rows, w1, w3, w2) is None)
     if body is not tpu.expert_ffn:
         w1, w3, w2 = sliced(w1), sliced(w3), sliced(w2)
     return body(
@@ -93,14 +96,12 @@ def expert_ffn(
     )
 
 
-def _body(op: str, implementation: Implementation | None, fits_tpu: bool) -> Callable[..., Any]:
-    bodies = {module.__name__.rpartition(".")[2]: getattr(module, op) for module in (reference, xla, blocked, tpu)}
-    return resolve(
-        op,
-        implementation,
-        bodies,
-        by_platform=dict.fromkeys(BY_PLATFORM, "blocked") | ({"tpu": "tpu"} if fits_tpu else {}),
-    )
+def _body(op: str, implementation: Implementation | None, fits_tpu: bool, fits_gpu: bool) -> Callable[..., Any]:
+    bodies = {module.__name__.rpartition(".")[2]: getattr(module, op) for module in (reference, xla, blocked, tpu, gpu)}
+    by_platform = dict.fromkeys(BY_PLATFORM, "blocked") | ({"tpu": "tpu"} if fits_tpu else {})
+    if fits_gpu and on_hopper():
+        by_platform["gpu"] = "gpu"
+    return resolve(op, implementation, bodies, by_platform=by_platform)
 
 
 def _check(op: str, rows: Array, group_sizes: Array, experts: dict[str, Experts]) -> None:

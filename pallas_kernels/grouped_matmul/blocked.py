@@ -9,7 +9,9 @@ perfectly balanced groups, which need no padding.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ _MIN_BLOCK, _MAX_BLOCK = 8, 512  # measured: 16 to 128 are within 30 % of each o
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class _Blocks:
+class Blocks:
     """Where the M sorted rows stand in P padded rows, n blocks of b: both ways, and each block's expert.
 
     `row[p]` is padded row p's row where `is_row[p]`; `place[r]` is row r's padded row where `grouped[r]`. The masks are
@@ -39,10 +41,51 @@ class _Blocks:
     grouped: Bool[Array, "M 1"]
 
 
-def grouped_matmul(rows: Array, experts: Experts, group_sizes: Array, *, precision: jax.lax.PrecisionLike) -> Array:
+def block_rows(rows: int, experts: int) -> int:
+    """Return b: a quarter of the mean group, as a power of two from 8 to 512; 1 where the mean is below two rows.
+
+    Small blocks pad little; large ones copy each expert's weights less often.
+    """
+    mean = rows // experts
+    return 1 if mean < 2 else min(max((1 << mean.bit_length()) >> 3, _MIN_BLOCK), _MAX_BLOCK)
+
+
+def product(x: Array, experts: Experts, blocks: Blocks, precision: jax.lax.PrecisionLike) -> Array:
+    """[n, b, K] -> [n, b, N] with each block's own expert, in the accumulator's dtype."""
+    if isinstance(experts, MXFP4Array):
+        weights, contracted = _dequantized_blocks(experts, blocks.expert, x.dtype), 2
+    else:
+        weights, contracted = _take_experts(experts.shape[0], experts.astype(x.dtype), blocks.expert), 1
+    return jax.lax.dot_general(
+        x,
+        weights,
+        (((2,), (contracted,)), ((0,), (0,))),
+        precision=precision,
+        preferred_element_type=accumulator(x.dtype),
+    )
+
+
+class Blocking(NamedTuple):
+    """How large blocks are, `block_rows(rows, experts)`, and what multiplies them: a function as `product`."""
+
+    block_rows: Callable[[int, int], int]
+    product: Callable[..., Array]
+
+
+PORTABLE = Blocking(block_rows, product)
+
+
+def grouped_matmul(
+    rows: Array,
+    experts: Experts,
+    group_sizes: Array,
+    *,
+    precision: jax.lax.PrecisionLike,
+    blocking: Blocking = PORTABLE,
+) -> Array:
     """See `pallas_kernels.grouped_matmul.grouped_matmul`."""
-    blocks = _plan(group_sizes, rows.shape[0])
-    product = _product(_enter(rows, blocks), experts, blocks, precision)
+    blocks = _plan(group_sizes, rows.shape[0], blocking)
+    product = blocking.product(_enter(rows, blocks), experts, blocks, precision)
     return _leave(product, blocks).astype(rows.dtype)
 
 
@@ -58,32 +101,24 @@ def expert_ffn(
     linear_beta: float,
     quantize_hidden: bool,
     precision: jax.lax.PrecisionLike,
+    blocking: Blocking = PORTABLE,
 ) -> Array:
     """See `pallas_kernels.grouped_matmul.expert_ffn`."""
-    blocks = _plan(group_sizes, rows.shape[0])
+    blocks = _plan(group_sizes, rows.shape[0], blocking)
     inputs = _enter(rows, blocks)
-    gate = _product(inputs, w1, blocks, precision).astype(rows.dtype)
-    up = _product(inputs, w3, blocks, precision).astype(rows.dtype)
+    gate = blocking.product(inputs, w1, blocks, precision).astype(rows.dtype)
+    up = blocking.product(inputs, w3, blocks, precision).astype(rows.dtype)
     hidden = situ_glu(gate, up, beta=beta, linear_beta=linear_beta)
     hidden = fake_quantize_mxfp8(hidden) if quantize_hidden else hidden
-    out = _leave(_product(hidden, w2, blocks, precision), blocks)
+    out = _leave(blocking.product(hidden, w2, blocks, precision), blocks)
     if row_weights is not None:
         out = out * jnp.where(blocks.grouped, row_weights[:, None], 0).astype(out.dtype)
     return out.astype(rows.dtype)
 
 
-def block_rows(rows: int, experts: int) -> int:
-    """Return b: a quarter of the mean group, as a power of two from 8 to 512; 1 where the mean is below two rows.
-
-    Small blocks pad little; large ones copy each expert's weights less often.
-    """
-    mean = rows // experts
-    return 1 if mean < 2 else min(max((1 << mean.bit_length()) >> 3, _MIN_BLOCK), _MAX_BLOCK)
-
-
-def _plan(group_sizes: Array, rows: int) -> _Blocks:
+def _plan(group_sizes: Array, rows: int, blocking: Blocking) -> Blocks:
     experts = group_sizes.shape[0]
-    size = block_rows(rows, experts)
+    size = blocking.block_rows(rows, experts)
     count = (rows + min(experts, rows) * (size - 1)) // size
     group_blocks = -(-group_sizes // size)
     block_ends = jnp.cumsum(group_blocks)
@@ -96,7 +131,7 @@ def _plan(group_sizes: Array, rows: int) -> _Blocks:
     is_row = (row < row_ends[block_expert][:, None]) & (jnp.arange(count) < block_ends[-1])[:, None]
     grouped = in_groups(group_sizes, rows)
     place = jnp.arange(rows) + shift[jnp.minimum(row_experts(group_sizes, rows), experts - 1)]
-    return _Blocks(
+    return Blocks(
         expert=block_expert,
         row=jnp.where(is_row, row, 0).reshape(-1),
         is_row=is_row.reshape(-1, 1),
@@ -105,13 +140,13 @@ def _plan(group_sizes: Array, rows: int) -> _Blocks:
     )
 
 
-def _enter(rows: Array, blocks: _Blocks) -> Array:
+def _enter(rows: Array, blocks: Blocks) -> Array:
     """[M, K] -> [n, b, K], zero in the padding."""
     padded = _move(rows, blocks.row, blocks.is_row, blocks.place, blocks.grouped)
     return padded.reshape(blocks.expert.shape[0], -1, rows.shape[1])
 
 
-def _leave(padded: Array, blocks: _Blocks) -> Array:
+def _leave(padded: Array, blocks: Blocks) -> Array:
     """[n, b, N] -> [M, N], zero past the last group."""
     return _move(padded.reshape(-1, padded.shape[-1]), blocks.place, blocks.grouped, blocks.row, blocks.is_row)
 
@@ -132,21 +167,6 @@ def _move_bwd(indices: tuple[Array, ...], g: Array) -> tuple[Array | None, ...]:
 
 
 _move.defvjp(_move_fwd, _move_bwd)
-
-
-def _product(x: Array, experts: Experts, blocks: _Blocks, precision: jax.lax.PrecisionLike) -> Array:
-    """[n, b, K] -> [n, b, N] with each block's own expert, in the accumulator's dtype."""
-    if isinstance(experts, MXFP4Array):
-        weights, contracted = _dequantized_blocks(experts, blocks.expert, x.dtype), 2
-    else:
-        weights, contracted = _take_experts(experts.shape[0], experts.astype(x.dtype), blocks.expert), 1
-    return jax.lax.dot_general(
-        x,
-        weights,
-        (((2,), (contracted,)), ((0,), (0,))),
-        precision=precision,
-        preferred_element_type=accumulator(x.dtype),
-    )
 
 
 def _dequantized_blocks(experts: MXFP4Array, block_expert: Array, dtype: DTypeLike) -> Array:

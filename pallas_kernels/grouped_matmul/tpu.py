@@ -2,7 +2,7 @@
 
     float experts                                  tpu_train, forward and backward
     MXFP4 in a decode layout, few rows each        tpu_decode, the whole MLP in one kernel, no gradient
-    MXFP4 in a decode layout otherwise             tpu_prefill; gradients of rows and row weights by the blocked body
+    MXFP4 in a decode layout otherwise             tpu_prefill, and one product alone; gradients by the blocked body
 
 "Few" is M / E <= DECODE_ROWS: rows that an expert has on average where all of them are touched.
 """
@@ -19,7 +19,7 @@ from jax import Array
 from pallas_kernels.grouped_matmul import tpu_decode, tpu_prefill, tpu_train
 from pallas_kernels.grouped_matmul.common import Experts
 from pallas_kernels.grouped_matmul.tpu_matmul import by_platform
-from pallas_kernels.mx import Layout, MXFP4Array
+from pallas_kernels.mx import MXFP4Array
 
 DECODE_ROWS = 64
 
@@ -28,6 +28,8 @@ def grouped_matmul(rows: Array, experts: Any, group_sizes: Array, *, precision: 
     """See `pallas_kernels.grouped_matmul.grouped_matmul`."""
     if problem := why_not_matmul(rows, experts):
         raise NotImplementedError(f"grouped_matmul's tpu body: {problem}; use implementation='blocked'")
+    if isinstance(experts, MXFP4Array):
+        return tpu_prefill.grouped_matmul(rows, experts, group_sizes)
     return tpu_train.grouped_matmul(rows, experts, group_sizes, precision=precision)
 
 
@@ -69,7 +71,7 @@ def expert_ffn(
 def why_not_matmul(rows: Array, experts: Experts) -> str | None:
     """What keeps `grouped_matmul` from its kernels, in words; None where nothing does."""
     if isinstance(experts, MXFP4Array):
-        return "it has no kernel for MXFP4 experts"
+        return _why_not_layout({"experts": experts}) or tpu_prefill.why_not_matmul(rows, experts)
     return tpu_train.why_not(rows, experts)
 
 
@@ -82,13 +84,12 @@ def why_not(rows: Array, w1: Any, w3: Any, w2: Any, quantize_hidden: bool) -> st
 
 def why_not_prefill(rows: Array, w1: Any, w3: Any, w2: Any) -> str | None:
     """What keeps the prefill kernels from a call, in words; None where nothing does."""
-    layout: Layout = "decode_words" if _layout(w1) == "decode_words" else "decode"
-    return _why_not_layout(w1, w3, w2, layout) or tpu_prefill.why_not(rows, w1)
+    return _why_not_layout({"w1": w1, "w3": w3, "w2": w2}) or tpu_prefill.why_not(rows, w1)
 
 
 def why_not_decode(rows: Array, w1: Experts, w3: Experts, w2: Experts, quantize_hidden: bool) -> str | None:
     """What keeps the decode kernel from a call, in words; None where nothing does."""
-    if problem := _why_not_layout(w1, w3, w2, "decode_words" if _layout(w1) == "decode_words" else "decode"):
+    if problem := _why_not_layout({"w1": w1, "w3": w3, "w2": w2}):
         return problem
     if rows.dtype != jnp.bfloat16 or quantize_hidden:
         kind = "mxfp8" if quantize_hidden else rows.dtype
@@ -102,8 +103,10 @@ def _layout(weight: Experts) -> str:
     return weight.layout if isinstance(weight, MXFP4Array) else "float"
 
 
-def _why_not_layout(w1: Experts, w3: Experts, w2: Experts, layout: Layout) -> str | None:
-    for name, weight in (("w1", w1), ("w3", w3), ("w2", w2)):
+def _why_not_layout(weights: dict[str, Experts]) -> str | None:
+    """All must be in the layout of the first, and that a decode layout."""
+    layout = "decode_words" if _layout(next(iter(weights.values()))) == "decode_words" else "decode"
+    for name, weight in weights.items():
         if _layout(weight) != layout:
             return f"{name} is not MXFP4 in the {layout} layout (pallas_kernels.mx.decode_layout, once at load)"
     return None

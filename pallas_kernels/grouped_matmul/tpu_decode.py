@@ -22,10 +22,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.grouped_matmul.tpu_codes import folded, situ, smallest_scale, smallest_scale_bits, unscaled
 from pallas_kernels.grouped_matmul.tpu_decode_rows import LANES, SUBLANES, collect, pitch, spread
 from pallas_kernels.mx import BLOCK, MXFP4Array
-from pallas_kernels.mx_layout import SUPERBLOCK, minimum_row, scale_rows
-from pallas_kernels.situ import situ_glu
+from pallas_kernels.mx_layout import SUPERBLOCK, scale_rows
 
 FOLDED = 8  # blocks of 32 in the matrix unit's depth
 TILES = (512, 256)  # columns of one step
@@ -257,53 +257,14 @@ def _store_left(body: Body, ref: Ref, column: Any, half: int, x: Array) -> None:
     ref[pl.ds(0, x.shape[0]), pl.ds(pl.multiple_of(column, LANES), LANES)] = x.astype(ref.dtype)
 
 
-class Bytes(NamedTuple):
-    """Codes as float8 e5m2, four in a word [n / 4, tile]: bits with zeros not yet zero, and what tells them apart.
-
-    `zero` holds, for each byte, `mark` where its code is a zero. 4 `rise` is still to be added to the bits.
-    """
-
-    bits: Array
-    zero: Array
-    mark: int
-    rise: int
-
-    def floats(self, raised: Array) -> Array:
-        """[n, tile] with zeros for zeros and otherwise the bytes `raised`."""
-        is_zero = pltpu.bitcast(self.zero, jnp.int8) == self.mark
-        return pltpu.bitcast(jnp.where(is_zero, jnp.int8(0), pltpu.bitcast(raised, jnp.int8)), jnp.float8_e5m2)
-
-
-RISE = 14  # from the lowest exponent of an e5m2 number to that of 0.5
-
-
-def _bytes(packed: Array, words: bool) -> Bytes:
-    """The codes of [n / 2, tile] bytes."""
-    if not words:
-        weights = pltpu.bitcast(packed, jnp.float4_e2m1fn).astype(jnp.float8_e5m2)
-        bits = pltpu.bitcast(weights, jnp.uint32)
-        return Bytes(bits, bits & jnp.uint32(0x7F7F7F7F), 0, 0)
-    packed = pltpu.bitcast(packed, jnp.uint32)
-    magnitude = jnp.uint32(0x0E0E0E0E)
-    first, second = packed & jnp.uint32(0x8E8E8E8E), (packed >> 3) & magnitude
-    both = _alternate(first, second | ((packed << 7) & jnp.uint32(0x80808080)))
-    return Bytes(both, _alternate(first & magnitude, second), 2, RISE)
-
-
-def _alternate(first: Array, second: Array) -> Array:
-    """Eight rows of the one, eight of the other, and so on."""
-    rows = range(0, first.shape[0], SUBLANES)
-    return jnp.concatenate([x[i : i + SUBLANES] for i in rows for x in (first, second)], axis=0)
-
-
 def _few_product(body: Body, left: Ref, codes: Ref, scales: Ref, depth: int, words: bool) -> Array:
     """[8, tile], rows past the body's zero: float8 products of blocks, scaled in float32 and added up."""
     tile = codes.shape[-1]
-    smallest = _smallest_scale_bits(scales, depth)
+    smallest = smallest_scale_bits(scales, depth)
     sums = [jnp.zeros((FOLDED, tile), jnp.float32)] * body.rows
     width = FOLDED * BLOCK
     for k in range(depth // width):
-        weights = _unscaled(codes[pl.ds(k * width // 2, width // 2), :], words)
+        weights = unscaled(codes[pl.ds(k * width // 2, width // 2), :], words)
         x = left[pl.ds(0, FOLDED * body.rows), pl.ds(k * width, width)]
         parts = jnp.dot(x, weights, preferred_element_type=jnp.float32)
         bits = scales[pl.ds(k * FOLDED, FOLDED), :].astype(jnp.int32) << 23
@@ -316,48 +277,21 @@ def _few_product(body: Body, left: Ref, codes: Ref, scales: Ref, depth: int, wor
     return out
 
 
-def _unscaled(packed: Array, words: bool) -> Array:
-    """The codes' own values as float8."""
-    if not words:
-        return pltpu.bitcast(packed, jnp.float4_e2m1fn).astype(jnp.float8_e5m2)
-    codes = _bytes(packed, words)
-    return codes.floats(codes.bits + jnp.uint32(0x04040404 * codes.rise))
-
-
-def _smallest_scale_bits(scales: Ref, depth: int) -> Array:
-    """Exponent bits [1, tile] of each column's smallest scale, as a float32 has them."""
-    words = pltpu.bitcast(scales[...], jnp.int32)
-    row = minimum_row(depth) // 4
-    return (words[row : row + 1] & 0xFF) << 23
-
-
 def _many_product(
     body: Body, left: Ref, codes: Ref, scales: Ref, exponents: Ref, depth: int, words: bool, interpret: bool
-) -> Array:
-    """[m, tile]: exponents of the codes' float8 e5m2 bytes raised by their block's, one matmul over the whole depth."""
-    tile = codes.shape[-1]
-    unscaled = _bytes(codes[...], words)
-    packed = pltpu.bitcast(scales[...], jnp.uint32)[: depth // SUPERBLOCK]
-    exponents[...] = ((packed & jnp.uint32(0x0F0F0F0F)) + jnp.uint32(0x01010101 * unscaled.rise)) << 2
-    raise_by = []
-    for block in range(depth // SUPERBLOCK):
-        # Byte b of each of the 32 words below holds a code of block b: one word of exponents serves all of them.
-        raise_by += [_every_sublane(exponents, block, tile, interpret)] * (SUPERBLOCK // 4 // SUBLANES)
-    weights = unscaled.floats(unscaled.bits + jnp.concatenate(raise_by, axis=0))
+) -> tuple[Array, Array]:
+    """[m, tile] and what its columns lack: scales in the weights' exponents, one matmul over the whole depth."""
+    weights = folded(codes, scales, exponents, depth, words=words, interpret=interpret)
     product = jnp.dot(left[pl.ds(0, body.rows), pl.ds(0, depth)], weights, preferred_element_type=jnp.float32)
-    return product * pltpu.bitcast(_smallest_scale_bits(scales, depth), jnp.float32)
+    return product, smallest_scale(scales, depth)
 
 
-def _every_sublane(rows: Ref, row: int, tile: int, interpret: bool) -> Array:
-    """One row as [8, tile]; on a TPU by a load of stride zero, which the interpreter does not have."""
-    if interpret:
-        return jnp.broadcast_to(rows[row : row + 1], (SUBLANES, tile))
-    return rows[pl.ds(row, SUBLANES, 0), :]
-
-
-def _product(static: Static, body: Body, left: Ref, codes: Ref, scales: Ref, exponents: Ref, depth: int) -> Array:
+def _product(
+    static: Static, body: Body, left: Ref, codes: Ref, scales: Ref, exponents: Ref, depth: int
+) -> tuple[Array, Array | float]:
+    """[m, tile], and the factors [1, tile] that its columns still lack."""
     if body.few:
-        return _few_product(body, left, codes, scales, depth, static.words)
+        return _few_product(body, left, codes, scales, depth, static.words), 1.0
     return _many_product(body, left, codes, scales, exponents, depth, static.words, static.interpret)
 
 
@@ -374,7 +308,7 @@ def _first_stage(static: Static, refs: Refs, body: Body, item: Array, total: Arr
         slot = jax.lax.rem(step, SLOTS)
         for copy in _first_copies(static, refs, step):
             copy.wait()
-        gate, up = (
+        products = [
             _product(
                 static,
                 body,
@@ -385,8 +319,8 @@ def _first_stage(static: Static, refs: Refs, body: Body, item: Array, total: Arr
                 stage.depth,
             )
             for i in range(2)
-        )
-        hidden = situ_glu(gate, up, beta=static.beta, linear_beta=static.linear_beta)
+        ]
+        hidden = situ(*products, beta=static.beta, linear_beta=static.linear_beta)
         for i in range(stage.tile // LANES):
             column = tile * stage.tile + i * LANES
             _store_left(body, refs.hidden, column, i % 2, hidden[:, i * LANES : (i + 1) * LANES])
@@ -402,9 +336,10 @@ def _second_stage(static: Static, refs: Refs, body: Body, item: Array, total: Ar
         slot = jax.lax.rem(step, SLOTS)
         for copy in _second_copies(static, refs, step):
             copy.wait()
-        out = _product(
+        product, factor = _product(
             static, body, refs.hidden, refs.codes2.at[slot], refs.scales2.at[slot], refs.exponents2, stage.depth
         )
+        out = product * factor
         for i in range(stage.tile // LANES):
             rows = pl.ds(tile * (stage.tile // LANES) + i, out.shape[0], static.pitch)
             refs.out_buffer[rows, :] = out[:, i * LANES : (i + 1) * LANES]

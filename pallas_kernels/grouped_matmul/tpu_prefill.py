@@ -1,8 +1,9 @@
 """The expert MLP of many rows an expert for TPU (Pallas Mosaic): MXFP4 weights are expanded in VMEM, chunk by chunk.
 
-Three kernels: one brings the rows' columns into the order of the weights' layout, one gives situ(w1 x, w3 x) in that
-order, one multiplies by w2 and by the row's weight. A chunk of weights is expanded once for all of an item's rows, in
-one block of instructions with its first product, so that one hides behind the other. An expert takes one of two ways:
+One kernel gives situ(w1 x, w3 x), one multiplies by w2 and by the row's weight. What they multiply must have its
+columns in the order of the weights' layout: the first kernel reorders rows on the way, or a third does it before. A
+chunk of weights is expanded once for all of an item's rows, in one block of instructions with its first product, so
+that one hides behind the other. An expert takes one of two ways:
 
 - narrow: scales go into the exponents of the codes as float8 e5m2 bytes, half of what the matrix unit has to load;
   the column's smallest scale multiplies the result. Exact where no column's scales span more than 13 powers of two.
@@ -23,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from pallas_kernels.grouped_matmul import blocked
-from pallas_kernels.grouped_matmul.tpu_decode import _bytes, _every_sublane, _unscaled
+from pallas_kernels.grouped_matmul.tpu_codes import folded, situ, smallest_scale, unscaled
 from pallas_kernels.grouped_matmul.tpu_matmul import (
     SUBTILE,
     TILE,
@@ -109,15 +110,45 @@ def _expert_ffn_bwd(static: Static, saved: Any, g: Array) -> tuple[Array, None, 
 expert_ffn.defvjp(_expert_ffn_fwd, _expert_ffn_bwd)
 
 
+@jax.custom_vjp
+def grouped_matmul(
+    rows: Float[Array, "M K"], experts: MXFP4Array, group_sizes: Int[Array, " E"]
+) -> Float[Array, "M N"]:
+    """See `pallas_kernels.grouped_matmul.grouped_matmul`: bf16 rows, experts in a decode layout, without gradient."""
+    return by_platform(_grouped_matmul, rows, experts, group_sizes)
+
+
+def _grouped_matmul_fwd(*arguments: Any) -> tuple[Array, Any]:
+    return grouped_matmul(*arguments), arguments
+
+
+def _grouped_matmul_bwd(saved: Any, g: Array) -> tuple[Array, None, None]:
+    rows, experts, group_sizes = saved
+    run = partial(blocked.grouped_matmul, experts=experts.sliced(), group_sizes=group_sizes, precision=None)
+    return *jax.vjp(run, rows)[1](g), None, None
+
+
+grouped_matmul.defvjp(_grouped_matmul_fwd, _grouped_matmul_bwd)
+
+
 def why_not(rows: Array, w1: MXFP4Array) -> str | None:
-    """What keeps the kernels from these rows and widths, in words; None where nothing does."""
+    """What keeps the kernels from an MLP of these rows and widths, in words; None where nothing does."""
+    experts, hidden, width = w1.shape
+    up, down = _shapes(rows.shape[0], experts, width, hidden)
+    return _why_not(rows, width, hidden, max(_vmem_bytes(up, width, 2), _vmem_bytes(down, hidden, 1)))
+
+
+def why_not_matmul(rows: Array, weights: MXFP4Array) -> str | None:
+    """What keeps the kernel from one product, in words; None where nothing does."""
+    experts, columns, depth = weights.shape
+    return _why_not(rows, depth, columns, _vmem_bytes(_shape(rows.shape[0], experts, columns, 1), depth, 1))
+
+
+def _why_not(rows: Array, width: int, hidden: int, needed: int) -> str | None:
     if rows.dtype != jnp.bfloat16:
         return f"its kernels for MXFP4 experts read bfloat16 rows, not {rows.dtype}"
-    experts, hidden, width = w1.shape
     if width % SUPERBLOCK or hidden % SUPERBLOCK:
-        return f"its kernels need widths that {SUPERBLOCK} divides, not L={width} and F={hidden}"
-    up, down = _shapes(rows.shape[0], experts, width, hidden)
-    needed = max(_vmem_bytes(up, width, 2), _vmem_bytes(down, hidden, 1))
+        return f"its kernels need widths that {SUPERBLOCK} divides, not {width} and {hidden}"
     if needed > VMEM_LIMIT:
         return f"experts of {width} x {hidden} need {needed} bytes of VMEM, of which it takes {VMEM_LIMIT}"
     return None
@@ -125,9 +156,12 @@ def why_not(rows: Array, w1: MXFP4Array) -> str | None:
 
 def _shapes(rows: int, experts: int, width: int, hidden: int) -> tuple[Shape, Shape]:
     """Of the product with w1 and w3, and of that with w2."""
+    return _shape(rows, experts, hidden, 2), _shape(rows, experts, width, 1)
+
+
+def _shape(rows: int, experts: int, columns: int, matrices: int) -> Shape:
     height = min(tile_height(rows, jnp.bfloat16), SUBTILE if rows <= SUBTILE * experts else TILE)
-    up = Shape(rows, experts, hidden, divisor(hidden, STEP // 2), height, min(SUBTILE, height))
-    return up, up._replace(columns=width, width=divisor(width, STEP))
+    return Shape(rows, experts, columns, divisor(columns, STEP // matrices), height, min(SUBTILE, height))
 
 
 def _vmem_bytes(shape: Shape, depth: int, matrices: int) -> int:
@@ -153,11 +187,18 @@ def _expert_ffn(
 ) -> Array:
     (w1, w3, w2), (count, width), (experts, hidden, _) = weights, rows.shape, weights[0].shape
     up, down = _shapes(count, experts, width, hidden)
-    inputs = [_to_layout(rows, interpret=interpret)]
+    inputs = [_reordered_before(rows, up, interpret)]
     inputs = [_product(inputs, (w1, w3), group_sizes, up, partial(_situ, static), "up", interpret)]
     if row_weights is not None:
         inputs.append(row_weights.astype(jnp.float32)[:, None])
     return _product(inputs, (w2,), group_sizes, down, _weighted, "down", interpret)
+
+
+def _grouped_matmul(rows: Array, experts: MXFP4Array, group_sizes: Array, *, interpret: bool) -> Array:
+    number, columns, _ = experts.shape
+    shape = _shape(rows.shape[0], number, columns, 1)
+    inputs = [_reordered_before(rows, shape, interpret)]
+    return _product(inputs, (experts,), group_sizes, shape, _weighted, "matmul", interpret)
 
 
 def _product(
@@ -186,7 +227,7 @@ def _product(
         operands,
         group_sizes,
         shape=shape,
-        body=partial(_body, shape, chunk, finish, interpret),
+        body=partial(_body, shape, chunk, name != "down" and _reorders_inside(shape), finish, interpret),
         dtype=jnp.bfloat16,
         name=f"mxfp4_prefill_{name}",
         interpret=interpret,
@@ -202,6 +243,7 @@ def _product(
 def _body(
     shape: Shape,
     chunk: Chunk,
+    reorder: bool,
     finish: Callable[..., Array],
     interpret: bool,
     rows: Span,
@@ -212,7 +254,7 @@ def _body(
     scalars: Sequence[Array],
 ) -> None:
     """One step of an item; loops of at most one trip choose the way, so that a schedule shows what each costs."""
-    folded, totals, scale_words = scratch
+    expanded, totals, scale_words = scratch
     (narrow,) = scalars
 
     @pl.loop(0, shape.width // chunk.columns)
@@ -222,25 +264,29 @@ def _body(
         own = [slice(i * chunk.columns, (i + 1) * chunk.columns) for i in range(chunk.matrices)]
         matrices = list(zip(codes, scales, [scale_words.at[:, lanes] for lanes in own], strict=True))
 
+        def read(subtile: Array, depth: Any) -> Array:
+            x = inputs[0][subtile_rows(shape, subtile), depth]
+            return _in_layout(x) if reorder else x
+
         def finished(subtile: Array, products: Sequence[Array], factors: Sequence[Array | float]) -> None:
             others = [ref[subtile_rows(shape, subtile), :] for ref in inputs[1:]]
             write(subtile, index * chunk.columns, finish(products, factors, others))
 
         def multiplied(subtile: Array, tiles: Sequence[Array]) -> list[Array]:
-            x = inputs[0][subtile_rows(shape, subtile), :]
+            x = read(subtile, slice(None))
             return [jnp.dot(x, tile, preferred_element_type=jnp.float32) for tile in tiles]
 
         @pl.loop(0, narrow)
         def _(once: Array) -> None:
-            tiles = [_folded(*matrix, chunk.depth, chunk.words, interpret) for matrix in matrices]
-            factors = [_smallest_scale(s[...], chunk.depth) for s in scales]
+            tiles = [folded(*m, chunk.depth, words=chunk.words, interpret=interpret) for m in matrices]
+            factors = [smallest_scale(s, chunk.depth) for s in scales]
             finished(rows.first, multiplied(rows.first, tiles), factors)
             if shape.height > shape.subtile:
-                folded[...] = jnp.concatenate(tiles, axis=1)
+                expanded[...] = jnp.concatenate(tiles, axis=1)
 
                 @pl.loop(rows.first + 1, rows.last)
                 def _(subtile: Array) -> None:
-                    finished(subtile, multiplied(subtile, [folded[:, lanes] for lanes in own]), factors)
+                    finished(subtile, multiplied(subtile, [expanded[:, lanes] for lanes in own]), factors)
 
         @pl.loop(0, 1 - narrow)
         def _(once: Array) -> None:
@@ -254,7 +300,7 @@ def _body(
                 @pl.loop(0, chunk.depth // SUPERBLOCK)
                 def _(superblock: Array) -> None:
                     depth = pl.ds(pl.multiple_of(superblock * SUPERBLOCK, SUPERBLOCK), SUPERBLOCK)
-                    x = inputs[0][subtile_rows(shape, subtile), depth]
+                    x = read(subtile, depth)
                     for (c, _scales, w), lanes in zip(matrices, own, strict=True):
                         tile = _expanded(c, w, superblock, chunk.words)
                         totals[:, lanes] += jnp.dot(x, tile, preferred_element_type=jnp.float32)
@@ -263,28 +309,6 @@ def _body(
 
 
 # ---- weights
-
-
-def _smallest_scale(scales: Array, depth: int) -> Array:
-    """Each column's smallest scale, float32 [1, n]."""
-    row = minimum_row(depth) // 4
-    words = pltpu.bitcast(scales, jnp.uint32)[row : row + 1]
-    return pltpu.bitcast((words & jnp.uint32(0xFF)) << 23, jnp.float32)
-
-
-def _folded(codes: Ref, scales: Ref, exponents: Ref, depth: int, words: bool, interpret: bool) -> Array:
-    """float8 e5m2 [depth, n]: weights over their column's smallest scale, by adding the rest to their exponents."""
-    superblocks = depth // SUPERBLOCK
-    packed = pltpu.bitcast(scales[...], jnp.uint32)[:superblocks]
-    unscaled = _bytes(codes[...], words)
-    exponents[:superblocks] = ((packed & jnp.uint32(0x0F0F0F0F)) + jnp.uint32(0x01010101 * unscaled.rise)) << 2
-    raise_by = []
-    for superblock in range(superblocks):
-        # Byte b of each of the 32 words below holds a code of block b: one word of exponents serves all of them.
-        raise_by += [_every_sublane(exponents, superblock, exponents.shape[1], interpret)] * (
-            SUPERBLOCK // 4 // SUBLANES
-        )
-    return unscaled.floats(unscaled.bits + jnp.concatenate(raise_by, axis=0))
 
 
 def _store_scale_words(scales: Ref, words: Ref, depth: int) -> None:
@@ -303,26 +327,29 @@ def _expanded(codes: Ref, scales: Ref, superblock: Array, words: bool) -> Array:
     odd = jax.lax.broadcasted_iota(jnp.int32, (half, 1), 0) & 1 != 0
     even, other = (scales[pl.ds(superblock + i, 1)] for i in (0, scales.shape[0] // 2))
     factors = jnp.where(odd, other, even)
-    values = _unscaled(codes[pl.ds(pl.multiple_of(superblock * half, half), half), :], words)
+    values = unscaled(codes[pl.ds(pl.multiple_of(superblock * half, half), half), :], words)
     return values.astype(jnp.bfloat16) * pltpu.bitcast(factors, jnp.bfloat16)
 
 
 # ---- rows
 
 
+def _reorders_inside(shape: Shape) -> bool:
+    """Whether products reorder their rows' columns: hidden behind the expansion, but again for every chunk."""
+    return shape.height == shape.subtile
+
+
+def _reordered_before(rows: Array, shape: Shape, interpret: bool) -> Array:
+    return rows if _reorders_inside(shape) else _to_layout(rows, interpret=interpret)
+
+
 def _situ(
     static: Static, products: Sequence[Array], factors: Sequence[Array | float], inputs: Sequence[Array]
 ) -> Array:
-    """The hidden, in the order of the layout: `situ_glu` of products times factors, with three tanh and no division."""
-    (gate, up), (gate_factor, up_factor) = products, factors
-    half = 0.5 * static.beta * static.linear_beta
-    opened = half + half * jnp.tanh(gate * (0.5 * gate_factor))
-    capped = jnp.tanh(gate * (gate_factor * (1 / static.beta)))
-    hidden = opened * capped * jnp.tanh(up * (up_factor * (1 / static.linear_beta)))
-    hidden = hidden.astype(jnp.bfloat16)
-    if static.quantize:
-        hidden = _rounded(hidden)
-    return _in_layout(hidden)
+    """The hidden, in the order of the layout."""
+    gate, up = zip(products, factors, strict=True)
+    hidden = situ(gate, up, beta=static.beta, linear_beta=static.linear_beta).astype(jnp.bfloat16)
+    return _in_layout(_rounded(hidden) if static.quantize else hidden)
 
 
 def _weighted(products: Sequence[Array], factors: Sequence[Array | float], inputs: Sequence[Array]) -> Array:

@@ -7,43 +7,59 @@ Absorbed, with q'_t = [k_up^T q_t | q_t's extra part]: score_ts = scale * q'_t .
 
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from pallas_kernels.dispatch import BY_PLATFORM, resolve
 from pallas_kernels.mla import reference, tpu, tpu_decode, xla
-from pallas_kernels.mla.pages import Pages, write
-from pallas_kernels.mla.partial import Attended, merge
+from pallas_kernels.mla.pages import Pages, read, write
+from pallas_kernels.mla.partial import Attended, Mask, merge
 
-__all__ = ["Attended", "Pages", "attention", "chunk_attention", "merge", "paged_decode", "write"]
+__all__ = ["Attended", "Pages", "attention", "chunk_attention", "merge", "paged_decode", "read", "write"]
 
 
 def attention(
     q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
+    k: Float[Array, "B S H K"],
+    v: Float[Array, "B S H V"],
     *,
     segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    q_offset: int | Int[Array, ""] = 0,
     scale: float | None = None,
+    output_dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Attended:
     """Causal attention inside segments (-1 is padding: output 0, its contents ignored), for training and prefill.
 
-    Softmax and sums are float32; the output has v's dtype. Output and log_sum_exp differentiate, max_logit (for
-    QK-Clip) does not. `scale` is K**-0.5 by default.
+    The queries are those of positions q_offset to q_offset + T - 1, the keys those of 0 to S - 1: with a traced offset,
+    a device of a context-parallel group attends to the gathered keys. `kv_segment_ids` are the queries' by default
+    (S = T). Softmax and sums are float32; the output has v's dtype or `output_dtype` (a float32 output also makes the
+    backward pass exact in it). Output and log_sum_exp differentiate, max_logit (for QK-Clip; over these queries) does
+    not. `scale` is K**-0.5 by default.
     Raises ValueError on shapes that do not fit, NotImplementedError for a body that does not exist.
     """
     batch, length, heads, width = _check_rank("q", q, 4)
-    _check_shapes({"k": (k, q.shape), "v": (v, (batch, length, heads, v.shape[-1]))})
+    keys = _check_rank("k", k, 4)[1]
+    _check_shapes({"k": (k, (batch, keys, heads, width))})
+    _check_shapes({"v": (v, (*k.shape[:3], v.shape[-1]))}, by="k")
+    ids, valid = None, None
     if segment_ids is not None:
+        ids = segment_ids, segment_ids if kv_segment_ids is None else kv_segment_ids
         _check_shapes({"segment_ids": (segment_ids, (batch, length))})
+        _check_shapes({"kv_segment_ids": (ids[1], (batch, keys))}, by="k")
         # Padding may hold NaN, and 0 * NaN would reach values and gradients.
-        valid = (segment_ids >= 0)[..., None, None]
-        q, k, v = (jnp.where(valid, x, 0) for x in (q, k, v))
+        valid, kv_valid = ((x >= 0)[..., None, None] for x in ids)
+        q, k, v = jnp.where(valid, q, 0), jnp.where(kv_valid, k, 0), jnp.where(kv_valid, v, 0)
+    elif kv_segment_ids is not None:
+        raise ValueError("kv_segment_ids needs segment_ids, the segments of the queries")
+    offset = None if isinstance(q_offset, int) and q_offset == 0 else jnp.asarray(q_offset, jnp.int32)
     bodies = {"reference": reference.attention, "xla": xla.attention, "tpu": tpu.attention}
     fits = tpu.takes(q.dtype, width, v.shape[-1])
     body = resolve("mla_attention", implementation, bodies, by_platform=_by_platform(fits))
-    out = body(q, k, v, segment_ids, width**-0.5 if scale is None else scale)
-    if segment_ids is None:
+    dtype = jnp.dtype(v.dtype if output_dtype is None else output_dtype)
+    out = body(q, k, v, Mask(ids, offset), width**-0.5 if scale is None else scale, dtype)
+    if valid is None:
         return out
     return Attended(jnp.where(valid, out.output, 0), jnp.where(valid[..., 0], out.log_sum_exp, -jnp.inf), out.max_logit)
 
@@ -140,7 +156,7 @@ def _check_rank(name: str, x: Array, rank: int) -> tuple[int, ...]:
     return x.shape
 
 
-def _check_shapes(arguments: dict[str, tuple[Array, tuple[int, ...]]]) -> None:
+def _check_shapes(arguments: dict[str, tuple[Array, tuple[int, ...]]], *, by: str = "q") -> None:
     for name, (x, shape) in arguments.items():
         if x.shape != shape:
-            raise ValueError(f"{name} has shape {x.shape}; q asks for {shape}")
+            raise ValueError(f"{name} has shape {x.shape}; {by} asks for {shape}")

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 LOWEST = -1e30  # stands for the maximum of no scores: finite, so that differences of maxima are never NaN
 
@@ -18,6 +18,31 @@ class Attended(NamedTuple):
     output: Float[Array, "B T H V"]
     log_sum_exp: Float[Array, "B T H"]
     max_logit: Float[Array, "B H"]
+
+
+class Mask(NamedTuple):
+    """What hides keys: query t sees key s where s <= t + offset and both have the same segment id, which is not -1.
+
+    `ids` are the queries' and the keys'; without them there is one segment. No offset is one of zero.
+    """
+
+    ids: tuple[Int[Array, "B T"], Int[Array, "B S"]] | None
+    offset: Int[Array, ""] | None
+
+    @property
+    def start(self) -> int | Int[Array, ""]:
+        """The offset; an int where the program knows it."""
+        return 0 if self.offset is None else self.offset
+
+    def pad(self, q: Float[Array, "B T H K"], k: Float[Array, "B S H K"], tile: int) -> "Mask":
+        """For queries and keys filled up to whole tiles: an added query sees nothing, and nothing sees an added key."""
+        ids = self.ids
+        if ids is None:
+            if q.shape[1] % tile == 0 and k.shape[1] % tile == 0:
+                return self
+            ids = jnp.zeros(q.shape[:2], jnp.int32), jnp.zeros(k.shape[:2], jnp.int32)
+        queries, keys = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % tile)), constant_values=-1) for x in ids)
+        return Mask((queries, keys), self.offset)
 
 
 class Running(NamedTuple):

@@ -6,7 +6,7 @@ from jaxtyping import Bool, Float, Int
 
 from pallas_kernels.mla import pages as paging
 from pallas_kernels.mla.pages import Pages
-from pallas_kernels.mla.partial import LOWEST, Attended
+from pallas_kernels.mla.partial import LOWEST, Attended, Mask
 
 
 def island(dtype: jnp.dtype) -> jnp.dtype:
@@ -20,6 +20,7 @@ def attend(
     v: Float[Array, "B S H V"],
     visible: Bool[Array, "B T S"],
     scale: float,
+    output_dtype: jnp.dtype,
 ) -> Attended:
     """Softmax over the visible keys, in float32."""
     wide = island(q.dtype)
@@ -34,16 +35,16 @@ def attend(
     output = jnp.einsum("bths,bshv->bthv", weights, values, precision="highest") / safe[..., None]
     log_sum_exp = jnp.where(none, -jnp.inf, lax.stop_gradient(top) + jnp.log(safe))
     max_logit = lax.stop_gradient(jnp.max(scores, axis=(1, 3), where=visible, initial=-jnp.inf))
-    return Attended(output.astype(v.dtype), log_sum_exp, max_logit)
+    return Attended(output.astype(output_dtype), log_sum_exp, max_logit)
 
 
-def attention(q: Array, k: Array, v: Array, segment_ids: Int[Array, "B T"] | None, scale: float) -> Attended:
+def attention(q: Array, k: Array, v: Array, mask: Mask, scale: float, dtype: jnp.dtype) -> Attended:
     """Causal, inside the segments."""
-    length = q.shape[1]
-    visible = jnp.tril(jnp.ones((length, length), bool))[None]
-    if segment_ids is not None:
-        visible = visible & (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids >= 0)[:, None, :]
-    return attend(q, k, v, visible, scale)
+    visible = (jnp.arange(k.shape[1]) <= jnp.arange(q.shape[1])[:, None] + mask.start)[None]
+    if mask.ids is not None:
+        queries, keys = mask.ids[0][:, :, None], mask.ids[1][:, None, :]
+        visible = visible & (queries == keys) & (keys >= 0)
+    return attend(q, k, v, visible, scale, dtype)
 
 
 def expand(latents: Array, k_up: Array, v_up: Array) -> tuple[Array, Array]:
@@ -83,7 +84,7 @@ def chunk_attention(
     if key_positions is None:
         key_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
     key_positions = jnp.where(held, key_positions, -1)[:, None]
-    return attend(q, k, v, (key_positions >= 0) & (key_positions <= positions[:, :, None]), scale)
+    return attend(q, k, v, (key_positions >= 0) & (key_positions <= positions[:, :, None]), scale, v.dtype)
 
 
 def paged_decode(
@@ -99,5 +100,5 @@ def paged_decode(
     tokens, held = paging.read(pages, page_table, island(q.dtype))
     visible = held & (jnp.arange(tokens.shape[1]) < lengths[:, None])
     keys = tokens[:, :, None]
-    out = attend(q[:, None], keys, keys[..., : pages.rank], visible[:, None], scale)
+    out = attend(q[:, None], keys, keys[..., : pages.rank], visible[:, None], scale, keys.dtype)
     return out.output[:, 0].astype(q.dtype), out.log_sum_exp[:, 0], pages

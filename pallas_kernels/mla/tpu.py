@@ -11,14 +11,14 @@ from jaxtyping import Float, Int
 
 from pallas_kernels.mla import tpu_attention, tpu_decode
 from pallas_kernels.mla.pages import Pages
-from pallas_kernels.mla.partial import Attended, merge
+from pallas_kernels.mla.partial import Attended, Mask, merge
 from pallas_kernels.mla.reference import expand
 from pallas_kernels.mla.tpu_attention import BLOCK, LANES, as_ids
 from pallas_kernels.mla.xla import key_tiles
 
 KEYS = 4096  # of a cache that are expanded at one time
 
-Saved = tuple[Array, Array, Array, Array | None, Array, Array]
+Saved = tuple[Array, Array, Array, Mask, Array, Array]
 
 
 def takes(dtype: Any, width: int, value: int) -> bool:
@@ -45,56 +45,59 @@ def _pad(x: Array, rest: int, fill: int = 0) -> Array:
 
 def attention(
     q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    segment_ids: Int[Array, "B T"] | None,
+    k: Float[Array, "B S H K"],
+    v: Float[Array, "B S H V"],
+    mask: Mask,
     scale: float,
+    dtype: jnp.dtype,
 ) -> Attended:
     """As `reference.attention`; raises NotImplementedError for what the kernels do not take."""
     _check("attention", q, v.shape[-1])
     length = q.shape[1]
-    block = _block(length)
-    rest = -length % block
-    q, k, v = (_pad(x, rest).swapaxes(1, 2) for x in (q, k, v))
-    ids = None if segment_ids is None else _pad(segment_ids, rest, -1)
-    output, log_sum_exp, max_logit = _attention(scale, block, q, k, v, ids)
+    block = _block(max(length, k.shape[1]))
+    mask = mask.pad(q, k, block)
+    q, k, v = (_pad(x, -x.shape[1] % block).swapaxes(1, 2) for x in (q, k, v))
+    output, log_sum_exp, max_logit = _attention(scale, block, dtype, q, k, v, mask)
     return Attended(output.swapaxes(1, 2)[:, :length], log_sum_exp.swapaxes(1, 2)[:, :length], max_logit)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _no_segment(ids: Array) -> Array:
+    """Padding (-1) as -2, on one of two sides: so it equals nothing there."""
+    return jnp.where(ids < 0, -2, ids)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attention(
-    scale: float, block: int, q: Array, k: Array, v: Array, segment_ids: Array | None
+    scale: float, block: int, dtype: jnp.dtype, q: Array, k: Array, v: Array, mask: Mask
 ) -> tuple[Array, Array, Array]:
-    def run(q: Array, k: Array, v: Array, segment_ids: Array | None, *, interpret: bool) -> tuple[Array, Array, Array]:
-        # Padding (-1) sees nothing: no key has its id.
-        ids = None if segment_ids is None else as_ids(segment_ids, jnp.where(segment_ids < 0, -2, segment_ids))
-        options: Any = {"block": block, "causal": True, "dtype": v.dtype, "interpret": interpret}
+    def run(q: Array, k: Array, v: Array, mask: Mask, *, interpret: bool) -> tuple[Array, Array, Array]:
+        ids = None if mask.ids is None else as_ids(_no_segment(mask.ids[0]), mask.ids[1])
+        options: Any = {"block": block, "offset": mask.start, "dtype": dtype, "interpret": interpret}
         return tpu_attention.forward(q, k, v, ids, scale, **options)
 
-    return _by_platform(run, q, k, v, segment_ids)
+    return _by_platform(run, q, k, v, mask)
 
 
 def _forward(
-    scale: float, block: int, q: Array, k: Array, v: Array, segment_ids: Array | None
+    scale: float, block: int, dtype: jnp.dtype, q: Array, k: Array, v: Array, mask: Mask
 ) -> tuple[tuple[Array, Array, Array], Saved]:
-    output, log_sum_exp, max_logit = _attention(scale, block, q, k, v, segment_ids)
-    return (output, log_sum_exp, max_logit), (q, k, v, segment_ids, output, log_sum_exp)
+    output, log_sum_exp, max_logit = _attention(scale, block, dtype, q, k, v, mask)
+    return (output, log_sum_exp, max_logit), (q, k, v, mask, output, log_sum_exp)
 
 
 def _backward(
-    scale: float, block: int, saved: Saved, cotangents: tuple[Array, Array, Array]
+    scale: float, block: int, _dtype: jnp.dtype, saved: Saved, cotangents: tuple[Array, Array, Array]
 ) -> tuple[Array, Array, Array, None]:
-    q, k, v, segment_ids, output, log_sum_exp = saved
-    d_output, d_log_sum_exp, _ = cotangents
+    q, k, v, mask, output, log_sum_exp = saved
+    d_output, d_log_sum_exp = cotangents[0].astype(q.dtype), cotangents[1]
     correction = jnp.sum(d_output.astype(jnp.float32) * output.astype(jnp.float32), axis=-1) - d_log_sum_exp
 
-    def run(q: Array, k: Array, v: Array, segment_ids: Array | None, *rest: Array, interpret: bool) -> Any:
-        ids = None if segment_ids is None else as_ids(jnp.where(segment_ids < 0, -2, segment_ids), segment_ids)
-        log_sum_exp, correction, d_output = rest
-        last = log_sum_exp, correction, d_output, scale
-        return tpu_attention.backward(q, k, v, ids, *last, block=block, interpret=interpret)
+    def run(q: Array, k: Array, v: Array, mask: Mask, *rows: Array, interpret: bool) -> Any:
+        ids = None if mask.ids is None else as_ids(mask.ids[1], _no_segment(mask.ids[0]))
+        options: Any = {"block": block, "offset": mask.start, "interpret": interpret}
+        return tpu_attention.backward(q, k, v, ids, *rows, scale=scale, **options)
 
-    gradients = _by_platform(run, q, k, v, segment_ids, log_sum_exp, correction, d_output.astype(q.dtype))
+    gradients = _by_platform(run, q, k, v, mask, log_sum_exp, correction, d_output)
     return (*gradients, None)
 
 
@@ -122,7 +125,7 @@ def chunk_attention(
 
     def run(q: Array, k: Array, v: Array, where: Array, at: Array, *, interpret: bool) -> tuple[Array, Array, Array]:
         ids = as_ids(at, jnp.where(where < 0, jnp.iinfo(jnp.int32).max, where))
-        options: Any = {"block": block, "causal": False, "dtype": jnp.float32, "interpret": interpret}
+        options: Any = {"block": block, "offset": None, "dtype": jnp.float32, "interpret": interpret}
         return tpu_attention.forward(q, k, v, ids, scale, **options)
 
     def keys(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

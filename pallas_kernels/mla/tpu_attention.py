@@ -11,17 +11,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from pallas_kernels.mla.partial import LOWEST
+from pallas_kernels.mla.tiles import Pairs, all_pairs, causal_pairs
 
 LANES = 128
 BLOCK = 512  # tokens of a tile of queries or keys
 QUERIES = 4096  # whose gradients lie in VMEM while the backward pass goes through the keys
+PAIRS = 16384  # of tiles, whose numbers fit into scalar memory
 VMEM = 48 * 2**20
 
 Ref = Any
@@ -34,6 +35,7 @@ class Static(NamedTuple):
     factor: float  # of the scores, in units of log 2
     causal: bool
     ids: bool
+    blind: bool  # whether a query may see nothing
 
 
 class Ids(NamedTuple):
@@ -68,7 +70,7 @@ def _visible(static: Static, column: Ref, row: Ref, rows: Array, columns: Array,
     return visible
 
 
-def _forward_kernel(static: Static, queries: Ref, keys: Ref, first: Ref, last: Ref, *refs: Ref) -> None:
+def _forward_kernel(static: Static, queries: Ref, keys: Ref, first: Ref, last: Ref, offset: Ref, *refs: Ref) -> None:
     q, k, v = refs[:3]
     column, row = refs[3:5] if static.ids else (None, None)
     output, log_sum_exp, largest, values, top, total = refs[-6:]
@@ -85,12 +87,11 @@ def _forward_kernel(static: Static, queries: Ref, keys: Ref, first: Ref, last: R
         largest[...] = jnp.full_like(largest, LOWEST)
 
     scores = _dot(q[...], k[...], (1, 1)) * static.factor
-    offsets = queries[step] * static.block, keys[step] * static.block
-    scores = jnp.where(_visible(static, column, row, *offsets, keys=1), scores, LOWEST)
+    starts = queries[step] * static.block + offset[0], keys[step] * static.block
+    scores = jnp.where(_visible(static, column, row, *starts, keys=1), scores, LOWEST)
     old = top[...]
     new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))
-    # A query may see nothing by ids only: then LOWEST must not count.
-    base = jnp.where(new <= LOWEST, 0.0, new) if static.ids else new
+    base = jnp.where(new <= LOWEST, 0.0, new) if static.blind else new  # so that LOWEST does not count
     weights = jnp.exp2(scores - jnp.tile(base, (1, static.block // LANES)))
     fade = jnp.exp2(old - new)
     total[...] = total[...] * fade + jnp.sum(weights, axis=1, keepdims=True)
@@ -101,18 +102,11 @@ def _forward_kernel(static: Static, queries: Ref, keys: Ref, first: Ref, last: R
     @pl.when(last[step] == 1)
     def _() -> None:
         none = total[...] == 0
-        safe = jnp.where(none, 1.0, total[...]) if static.ids else total[...]
+        safe = jnp.where(none, 1.0, total[...]) if static.blind else total[...]
         output[...] = (values[...] * jnp.tile(1.0 / safe, (1, values.shape[1] // LANES))).astype(output.dtype)
         column = (top[...] + jnp.log2(safe)) * math.log(2)
-        log_sum_exp[...] = (jnp.where(none, LOWEST, column) if static.ids else column).T[:1]
+        log_sum_exp[...] = (jnp.where(none, LOWEST, column) if static.blind else column).T[:1]
         largest[...] = jnp.maximum(largest[...], jnp.max(top[...], axis=0, keepdims=True))
-
-
-def _pairs(rows: int, columns: int, causal: bool, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Tiles of queries, from `first` on, and of keys that may see each other, row after row."""
-    pairs = [(i, j) for i in range(first, first + rows) for j in range(min(i + 1, columns) if causal else columns)]
-    i, j = np.array(pairs, np.int32).T
-    return i, j
 
 
 def _spec(shape: tuple[int, ...], index: Any) -> pl.BlockSpec:
@@ -135,18 +129,52 @@ def forward(
     scale: float,
     *,
     block: int,
-    causal: bool,
+    offset: int | Int[Array, ""] | None,
     dtype: Any,
     interpret: bool,
 ) -> tuple[Float[Array, "B H T V"], Float[Array, "B H T"], Float[Array, "B H"]]:
-    """Output in `dtype`, log_sum_exp and largest logit (-inf of nothing); lengths are multiples of `block`."""
-    batch, heads, length, width = q.shape
-    value = v.shape[-1]
-    i, j = _pairs(length // block, k.shape[2] // block, causal)
-    first = np.diff(i, prepend=-1) != 0
-    last = np.diff(i, append=-1) != 0
-    static = Static(block, scale / math.log(2), causal, ids is not None)
-    of_query, of_key = lambda p, s: s[0][p], lambda p, s: s[1][p]
+    """Output in `dtype`, log_sum_exp and largest logit (-inf of nothing); lengths are multiples of `block`.
+
+    Causal from the position `offset` of the first query on; with None by `ids` alone, which then are positions.
+    """
+    run = partial(_forward_of, q, k, v, ids, scale, block=block, offset=offset, dtype=dtype, interpret=interpret)
+    most = max(1, PAIRS // (k.shape[2] // block)) * block
+    outputs, log_sum_exps, largest = zip(*(run(*span) for span in _spans(q.shape[2], most)), strict=True)
+    output, log_sum_exp = jnp.concatenate(outputs, axis=2), jnp.concatenate(log_sum_exps, axis=2)
+    return output, _lowest_to_inf(log_sum_exp), _lowest_to_inf(jnp.stack(largest).max(0))
+
+
+def _spans(length: int, most: int) -> list[tuple[int, int]]:
+    """Start and size of the spans of queries that share one call."""
+    return [(at, min(most, length - at)) for at in range(0, length, most)]
+
+
+def _lowest_to_inf(x: Array) -> Array:
+    return jnp.where(x < LOWEST / 2, -jnp.inf, x)
+
+
+def _forward_of(
+    q: Array,
+    k: Array,
+    v: Array,
+    ids: Ids | None,
+    scale: float,
+    start: int,
+    count: int,
+    *,
+    block: int,
+    offset: int | Array | None,
+    dtype: Any,
+    interpret: bool,
+) -> tuple[Array, Array, Array]:
+    """Of the queries `start` to `start + count`, with LOWEST for -inf."""
+    batch, heads, _, width = q.shape
+    value, rows, columns, begin = v.shape[-1], count // block, k.shape[2] // block, start // block
+    shift = 0 if offset is None else offset + start
+    pairs = all_pairs(rows, columns) if offset is None else causal_pairs(rows, columns, block, shift)
+    blind = ids is not None or isinstance(shift, Array)
+    static = Static(block, scale / math.log(2), offset is not None, ids is not None, blind)
+    of_query, of_key = lambda p, s: begin + s[0][p], lambda p, s: s[1][p]
     specs = [
         _spec((block, width), lambda b, h, p, *s: (b, h, of_query(p, s), 0)),
         _spec((block, width), lambda b, h, p, *s: (b, h, of_key(p, s), 0)),
@@ -156,19 +184,19 @@ def forward(
     output, log_sum_exp, largest = pl.pallas_call(
         partial(_forward_kernel, static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(batch, heads, len(i)),
+            num_scalar_prefetch=5,
+            grid=(batch, heads, pairs.number),
             in_specs=specs,
             out_specs=[
-                _spec((block, value), lambda b, h, p, *s: (b, h, of_query(p, s), 0)),
-                _spec((1, block), lambda b, h, p, *s: (b, h, 0, of_query(p, s))),
+                _spec((block, value), lambda b, h, p, *s: (b, h, s[0][p], 0)),
+                _spec((1, block), lambda b, h, p, *s: (b, h, 0, s[0][p])),
                 _spec((1, LANES), lambda b, h, p, *s: (b, h, 0, 0)),
             ],
             scratch_shapes=[pltpu.VMEM((block, size), jnp.float32) for size in (value, LANES, LANES)],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((batch, heads, length, value), dtype),
-            jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, count, value), dtype),
+            jax.ShapeDtypeStruct((batch, heads, 1, count), jnp.float32),
             jax.ShapeDtypeStruct((batch, heads, 1, LANES), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
@@ -176,17 +204,16 @@ def forward(
         ),
         name="mla_attention_forward",
         interpret=interpret,
-    )(i, j, first.astype(np.int32), last.astype(np.int32), q, k, v, *(ids or ()))
-    log_sum_exp, largest = log_sum_exp[:, :, 0], largest[:, :, 0, 0] * math.log(2)
-    nothing = LOWEST / 2
-    return (
-        output,
-        jnp.where(log_sum_exp < nothing, -jnp.inf, log_sum_exp),
-        jnp.where(largest < nothing, -jnp.inf, largest),
-    )
+    )(*_scalars(pairs, shift), q, k, v, *(ids or ()))
+    return output, log_sum_exp[:, :, 0], largest[:, :, 0, 0] * math.log(2)
 
 
-def _backward_kernel(static: Static, queries: Ref, keys: Ref, first: Ref, last: Ref, *refs: Ref) -> None:
+def _scalars(pairs: Pairs, shift: int | Array) -> tuple[Array, ...]:
+    """The kernels' scalar arguments: the pairs, and the position of the first query."""
+    return (*(jnp.asarray(x) for x in pairs[:4]), jnp.asarray(shift, jnp.int32).reshape(1))
+
+
+def _backward_kernel(static: Static, queries: Ref, keys: Ref, first: Ref, last: Ref, offset: Ref, *refs: Ref) -> None:
     """Everything is transposed, keys by queries, so that what belongs to a query is a row."""
     q, k, v, d_output, log_sum_exp, correction = refs[:6]
     column, row = refs[6:8] if static.ids else (None, None)
@@ -203,14 +230,14 @@ def _backward_kernel(static: Static, queries: Ref, keys: Ref, first: Ref, last: 
         dv_sum[...] = jnp.zeros_like(dv_sum)
 
     scores = _dot(k[...], q[...], (1, 1)) * static.factor
-    offsets = keys[step] * static.block, queries[step] * static.block
-    scores = jnp.where(_visible(static, column, row, *offsets, keys=0), scores, LOWEST)
+    starts = keys[step] * static.block, queries[step] * static.block + offset[0]
+    scores = jnp.where(_visible(static, column, row, *starts, keys=0), scores, LOWEST)
     weights = jnp.exp2(scores - log_sum_exp[...])
     d_weights = _dot(v[...], d_output[...], (1, 1))
     dv_sum[...] += _dot(weights.astype(d_output.dtype), d_output[...], (1, 0))
     d_scores = (weights * (d_weights - correction[...])).astype(q.dtype)
     dk_sum[...] += _dot(d_scores, q[...], (1, 0))
-    here = pl.ds(pl.multiple_of((queries[step] - queries[0]) * static.block, static.block), static.block)
+    here = pl.ds(pl.multiple_of(queries[step] * static.block, static.block), static.block)
     dq[here] += _dot(d_scores, k[...], (0, 0))
 
     @pl.when(last[step] == 1)
@@ -226,34 +253,36 @@ def _backward_kernel(static: Static, queries: Ref, keys: Ref, first: Ref, last: 
 
 def backward(
     q: Float[Array, "B H T K"],
-    k: Float[Array, "B H T K"],
-    v: Float[Array, "B H T V"],
+    k: Float[Array, "B H S K"],
+    v: Float[Array, "B H S V"],
     ids: Ids | None,
     log_sum_exp: Float[Array, "B H T"],
     correction: Float[Array, "B H T"],
     d_output: Float[Array, "B H T V"],
-    scale: float,
     *,
+    scale: float,
     block: int,
+    offset: int | Int[Array, ""],
     interpret: bool,
 ) -> tuple[Array, Array, Array]:
     """Gradients of a causal `forward` by q, k and v; `correction` is sum(d_output * output) - d_log_sum_exp."""
-    length = q.shape[2]
     rows = (jnp.maximum(log_sum_exp, -1e29) / math.log(2))[:, :, None], correction[:, :, None]
-    run = partial(_backward_of, q, k, v, ids, *rows, d_output, scale, block=block, interpret=interpret)
-    spans = [(at, min(QUERIES, length - at)) for at in range(0, length, QUERIES)]
-    parts = [run(at, count) for at, count in spans]
+    options: Any = {"scale": scale, "block": block, "offset": offset, "interpret": interpret}
+    run = partial(_backward_of, q, k, v, ids, *rows, d_output, **options)
+    parts = [run(start=at, count=count) for at, count in _spans(q.shape[2], QUERIES)]
     dq = jnp.concatenate([part[0] for part in parts], axis=2)
-    dk, dv = (_add_up([part[i] for part in parts]) for i in (1, 2))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    dk, dv = (_add_up([part[i] for part in parts], x) for i, x in ((1, k), (2, v)))
+    return dq.astype(q.dtype), dk, dv
 
 
-def _add_up(parts: list[Array]) -> Array:
-    """The sum of what the spans of queries give the keys; each sees the keys up to its own end."""
+def _add_up(parts: list[Array], x: Array) -> Array:
+    """The sum of what the spans of queries give the keys, shaped like `x`; the last span sees the most of them."""
     total = parts[-1]
     for part in parts[:-1]:
         total = total.at[:, :, : part.shape[2]].add(part)
-    return total
+    unseen = x.shape[2] - total.shape[2]
+    total = jnp.pad(total, ((0, 0), (0, 0), (0, unseen), (0, 0))) if unseen else total
+    return total.astype(x.dtype)
 
 
 def _backward_of(
@@ -264,23 +293,21 @@ def _backward_of(
     log_sum_exp: Array,
     correction: Array,
     d_output: Array,
-    scale: float,
+    *,
     start: int,
     count: int,
-    *,
+    scale: float,
     block: int,
+    offset: int | Array,
     interpret: bool,
 ) -> tuple[Array, Array, Array]:
-    """Of the queries `start` to `start + count`: float32 dq, and what they give the keys up to their end."""
+    """Of the queries `start` to `start + count`: float32 dq, and what they give the keys that they may see."""
     batch, heads, _, width = q.shape
-    value, seen = v.shape[-1], start + count
-    i, j = _pairs(count // block, seen // block, True, start // block)
-    order = np.lexsort((i, j))
-    i, j = i[order], j[order]
-    # The kernel takes queries[0] as the first tile of the span: key tile 0 is seen by all of them, in order.
-    first, last = np.diff(j, prepend=-1) != 0, np.diff(j, append=-1) != 0
-    static = Static(block, scale / math.log(2), True, ids is not None)
-    of_query, of_key = lambda p, s: s[0][p], lambda p, s: s[1][p]
+    value, begin, shift = v.shape[-1], start // block, offset + start
+    seen = k.shape[2] if isinstance(shift, Array) else min(k.shape[2], shift + count)
+    pairs = causal_pairs(count // block, seen // block, block, shift, by_key=True)
+    static = Static(block, scale / math.log(2), True, ids is not None, True)
+    of_query, of_key = lambda p, s: begin + s[0][p], lambda p, s: s[1][p]
     by_query, by_key = (
         [lambda b, h, p, *s, of=of: (b, h, of(p, s), 0), lambda b, h, p, *s, of=of: (b, h, 0, of(p, s))]
         for of in (of_query, of_key)
@@ -293,12 +320,12 @@ def _backward_of(
         *[_spec((1, block), by_query[1])] * 2,
         *(_id_specs(block, of_key, of_query) if ids is not None else []),
     ]
-    partial_dtype = k.dtype if seen == count == q.shape[2] else jnp.float32
+    partial_dtype = k.dtype if count == q.shape[2] else jnp.float32
     return pl.pallas_call(
         partial(_backward_kernel, static),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
-            grid=(batch, heads, len(i)),
+            num_scalar_prefetch=5,
+            grid=(batch, heads, pairs.number),
             in_specs=specs,
             out_specs=[
                 _spec((count, width), lambda b, h, p, *s: (b, h, 0, 0)),
@@ -317,4 +344,4 @@ def _backward_of(
         ),
         name="mla_attention_backward",
         interpret=interpret,
-    )(i, j, first.astype(np.int32), last.astype(np.int32), q, k, v, d_output, log_sum_exp, correction, *(ids or ()))
+    )(*_scalars(pairs, shift), q, k, v, d_output, log_sum_exp, correction, *(ids or ()))

@@ -6,44 +6,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int
 
 from pallas_kernels.mla import pages as paging
 from pallas_kernels.mla.pages import Pages
-from pallas_kernels.mla.partial import Attended, Running, extend, finish, start
+from pallas_kernels.mla.partial import Attended, Mask, Running, extend, finish, start
 from pallas_kernels.mla.reference import expand, island, matmul_precision
+from pallas_kernels.mla.tiles import causal_pairs
 
 TILE = 512  # tokens of a tile of queries or keys: a head's scores exist for TILE x TILE pairs at one time
 
-Saved = tuple[Array, Array, Array, Array | None, Array, Array]
+Saved = tuple[Array, Array, Array, Mask, Array, Array]
 
 
 def attention(
     q: Float[Array, "B T H K"],
-    k: Float[Array, "B T H K"],
-    v: Float[Array, "B T H V"],
-    segment_ids: Int[Array, "B T"] | None,
+    k: Float[Array, "B S H K"],
+    v: Float[Array, "B S H V"],
+    mask: Mask,
     scale: float,
+    dtype: jnp.dtype,
 ) -> Attended:
     """As `reference.attention`; the backward pass makes the scores again from the saved log_sum_exp."""
     length = q.shape[1]
-    tile = min(TILE, length)
-    rest = -length % tile
-    if rest:
-        widen = lambda x: jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0)))  # noqa: E731
-        q, k, v = widen(q), widen(k), widen(v)
-        segment_ids = None if segment_ids is None else jnp.pad(segment_ids, ((0, 0), (0, rest)), constant_values=-1)
-    heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
-    output, log_sum_exp, max_logit = _attention(scale, tile, *heads_first, segment_ids)
+    tile = min(TILE, max(length, k.shape[1]))
+    mask = mask.pad(q, k, tile)
+    heads_first = (jnp.pad(x, ((0, 0), (0, -x.shape[1] % tile), (0, 0), (0, 0))).swapaxes(1, 2) for x in (q, k, v))
+    output, log_sum_exp, max_logit = _attention(scale, tile, dtype, *heads_first, mask)
     return Attended(output.swapaxes(1, 2)[:, :length], log_sum_exp.swapaxes(1, 2)[:, :length], max_logit)
-
-
-def _pairs(length: int, tile: int) -> np.ndarray:
-    """The tiles of queries and keys that a causal mask leaves, [pairs, 2], row after row."""
-    count = length // tile
-    return np.array([(i, j) for i in range(count) for j in range(i + 1)], np.int32)
 
 
 def _dot(spec: str, a: Array, b: Array) -> Array:
@@ -58,61 +49,63 @@ def _put(x: Array, new: Array, index: Array, tile: int, axis: int = 2) -> Array:
     return lax.dynamic_update_slice_in_dim(x, new, index * tile, axis)
 
 
-def _visible(i: Array, j: Array, tile: int, segment_ids: Array | None) -> Array:
-    """[b, 1, tile, tile]: earlier tokens of the same segment; padding (-1) is seen by none."""
+def _visible(i: Array, j: Array, tile: int, mask: Mask) -> Array:
+    """[b, 1, tile, tile]: what tile i of the queries sees of tile j of the keys."""
     steps = jnp.arange(tile)
-    causal = (j * tile + steps)[None, :] <= (i * tile + steps)[:, None]
-    if segment_ids is None:
+    causal = (j * tile + steps)[None, :] <= (i * tile + steps + mask.start)[:, None]
+    if mask.ids is None:
         return causal[None, None]
-    ids, keys = _take(segment_ids, i, tile, 1), _take(segment_ids, j, tile, 1)
+    ids, keys = (_take(x, at, tile, 1) for x, at in zip(mask.ids, (i, j), strict=True))
     return (causal & (ids[:, :, None] == keys[:, None, :]) & (keys >= 0)[:, None, :])[:, None]
 
 
-def _over_pairs(step: Callable[[Any, Array, Array], Any], carry: Any, length: int, tile: int) -> Any:
-    """Scan `step(carry, i, j)` over the causal pairs of tiles."""
-    pairs = _pairs(length, tile)
-    if len(pairs) == 1:
+def _over_pairs(step: Callable[[Any, Array, Array], Any], carry: Any, q: Array, k: Array, mask: Mask, tile: int) -> Any:
+    """Run `carry = step(carry, i, j)` over the pairs of tiles that the causal mask leaves."""
+    pairs = causal_pairs(q.shape[2] // tile, k.shape[2] // tile, tile, mask.start)
+    queries, keys = jnp.asarray(pairs.queries), jnp.asarray(pairs.keys)
+    if len(queries) == 1:
         return step(carry, jnp.int32(0), jnp.int32(0))
-    return lax.scan(lambda carry, pair: (step(carry, pair[0], pair[1]), None), carry, jnp.asarray(pairs))[0]
+    return lax.fori_loop(0, pairs.number, lambda p, carry: step(carry, queries[p], keys[p]), carry)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attention(
-    scale: float, tile: int, q: Array, k: Array, v: Array, segment_ids: Array | None
+    scale: float, tile: int, dtype: jnp.dtype, q: Array, k: Array, v: Array, mask: Mask
 ) -> tuple[Array, Array, Array]:
-    """Heads first: output [B, H, T, V] in v's dtype, log_sum_exp [B, H, T], max_logit [B, H]."""
+    """Heads first: output [B, H, T, V], log_sum_exp [B, H, T], max_logit [B, H]."""
     batch, heads, length, _ = q.shape
     wide = island(q.dtype)
 
     def step(carry: tuple[Running, Array], i: Array, j: Array) -> tuple[Running, Array]:
         running, top = carry
         scores = _dot("bhtk,bhsk->bhts", _take(q, i, tile), _take(k, j, tile)) * scale
-        visible = _visible(i, j, tile, segment_ids)
+        visible = _visible(i, j, tile, mask)
         part = Running(*(_take(x, i, tile) for x in running))
         part = extend(part, scores, visible, _take(v, j, tile), "bhts,bhsv->bhtv", matmul_precision(v.dtype))
         top = jnp.maximum(top, jnp.max(scores, axis=(2, 3), where=visible, initial=-jnp.inf))
         return Running(*(_put(x, new, i, tile) for x, new in zip(running, part, strict=True))), top
 
     empty = start((batch, heads, length), v.shape[-1], wide), jnp.full((batch, heads), -jnp.inf, wide)
-    running, max_logit = _over_pairs(step, empty, length, tile)
+    running, max_logit = _over_pairs(step, empty, q, k, mask, tile)
     output, log_sum_exp = finish(running)
-    return output.astype(v.dtype), log_sum_exp, max_logit
+    return output.astype(dtype), log_sum_exp, max_logit
 
 
 def _forward(
-    scale: float, tile: int, q: Array, k: Array, v: Array, segment_ids: Array | None
+    scale: float, tile: int, dtype: jnp.dtype, q: Array, k: Array, v: Array, mask: Mask
 ) -> tuple[tuple[Array, Array, Array], Saved]:
-    output, log_sum_exp, max_logit = _attention(scale, tile, q, k, v, segment_ids)
-    return (output, log_sum_exp, max_logit), (q, k, v, segment_ids, output, log_sum_exp)
+    output, log_sum_exp, max_logit = _attention(scale, tile, dtype, q, k, v, mask)
+    return (output, log_sum_exp, max_logit), (q, k, v, mask, output, log_sum_exp)
 
 
 def _backward(
-    scale: float, tile: int, saved: Saved, cotangents: tuple[Array, Array, Array]
+    scale: float, tile: int, _dtype: jnp.dtype, saved: Saved, cotangents: tuple[Array, Array, Array]
 ) -> tuple[Array, Array, Array, None]:
-    q, k, v, segment_ids, output, log_sum_exp = saved
+    q, k, v, mask, output, log_sum_exp = saved
     d_output, d_log_sum_exp, _ = cotangents
     wide = island(q.dtype)
-    # d score = weight * (d weight - sum over keys of weight * d weight + d log_sum_exp)
+    # d score = weight * (d weight - sum over keys of weight * d weight + d log_sum_exp), with d_output as both see it.
+    d_output = d_output.astype(q.dtype)
     correction = jnp.sum(d_output.astype(wide) * output.astype(wide), axis=-1) - d_log_sum_exp
     log_sum_exp = jnp.maximum(log_sum_exp, jnp.finfo(wide).min)
 
@@ -120,7 +113,7 @@ def _backward(
         dq, dk, dv = carry
         q_i, d_i, k_j, v_j = _take(q, i, tile), _take(d_output, i, tile), _take(k, j, tile), _take(v, j, tile)
         scores = _dot("bhtk,bhsk->bhts", q_i, k_j) * scale
-        visible = _visible(i, j, tile, segment_ids)
+        visible = _visible(i, j, tile, mask)
         weights = jnp.where(visible, jnp.exp(scores - _take(log_sum_exp, i, tile)[..., None]), 0.0)
         d_weights = _dot("bhtv,bhsv->bhts", d_i, v_j) - _take(correction, i, tile)[..., None]
         d_scores = jnp.where(visible, weights * d_weights * scale, 0.0).astype(q.dtype)
@@ -130,7 +123,7 @@ def _backward(
         return dq, dk, dv
 
     zeros = tuple(jnp.zeros(x.shape, wide) for x in (q, k, v))
-    dq, dk, dv = _over_pairs(step, zeros, q.shape[2], tile)
+    dq, dk, dv = _over_pairs(step, zeros, q, k, mask, tile)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 

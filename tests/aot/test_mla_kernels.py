@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.static_cycles import environment
-from pallas_kernels.mla import chunk_attention
+from pallas_kernels.mla import attention, chunk_attention
 from tests.aot.marks import NEEDS_TPU_COMPILER, V7X
 
 pytestmark = NEEDS_TPU_COMPILER
@@ -59,3 +59,19 @@ def test_a_chunk_against_a_million_tokens_needs_memory_for_a_few_thousand(compil
 
     compiled = compile_on(chunk, *shapes, jax.ShapeDtypeStruct((1, length), jnp.int32))
     assert compiled.memory_analysis().temp_size_in_bytes < 2**28  # all keys and values of 12 heads: 8 GB
+
+
+def test_a_chunk_of_queries_trains_against_gathered_keys(compile_on):
+    """The offset is traced, and with it the number of the kernels' steps; no scores in memory."""
+    heads, length, keys = 4, 4096, 16384
+    bf16, ids = (functools.partial(jax.ShapeDtypeStruct, dtype=dtype) for dtype in (jnp.bfloat16, jnp.int32))
+    tokens = bf16((1, length, heads, 192)), bf16((1, keys, heads, 192)), bf16((1, keys, heads, 128))
+    d_output = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.float32)
+
+    def gradients(q, k, v, of_chunk, of_keys, offset, d_output):
+        options = {"segment_ids": of_chunk, "kv_segment_ids": of_keys, "q_offset": offset, "implementation": "tpu"}
+        output, pull = jax.vjp(lambda *x: attention(*x, output_dtype=jnp.float32, **options).output, q, k, v)
+        return output, pull(d_output)
+
+    compiled = compile_on(gradients, *tokens, ids((1, length)), ids((1, keys)), ids(()), d_output)
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**28  # all scores of one head in float32: 2**28

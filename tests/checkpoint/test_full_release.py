@@ -18,23 +18,12 @@ from k3jax.checkpoint.folder import Folder
 from k3jax.checkpoint.hf_import import HFCheckpoint
 from k3jax.checkpoint.importer import Host, Importer
 from k3jax.checkpoint.inspect import features, summarise
-from k3jax.checkpoint.names import Entry, entries, vision_entry, vision_specs
+from k3jax.checkpoint.names import Entry, entries
 from k3jax.checkpoint.safetensors_dir import CheckpointError
 from k3jax.checkpoint.source import open_source, pieces
-from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, VisionConfig
 
-TOWER = {
-    "patch_size": 14,
-    "vt_hidden_size": 1024,
-    "vt_intermediate_size": 4096,
-    "vt_num_hidden_layers": 27,
-    "qkv_hidden_size": 1536,
-    "merge_kernel_size": [2, 2],
-    "init_pos_emb_height": 64,
-    "init_pos_emb_width": 64,
-    "mm_hidden_size": 1024,
-}
-RELEASE = ModelConfig(vision_json=json.dumps(TOWER))
+RELEASE = ModelConfig(vision=VisionConfig())
 TENSORS, BYTES, PARAMETERS = 497_220, 1_560_860_324_864, 2_779_931_837_184  # spec text-model 3 and 4
 
 
@@ -43,7 +32,7 @@ class Blank:
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
-        self.entries = entries(config) + [vision_entry(s.name, s.shape) for s in vision_specs(config)]
+        self.entries = entries(config)
 
     def dtype(self, entry: Entry) -> np.dtype:
         return np.dtype({"float32": "float32", "uint8": "uint8"}.get(entry.family.dtype, "bfloat16"))
@@ -105,7 +94,7 @@ NARROW = dataclasses.replace(
     kda=KDAConfig(num_heads=3, head_dim=8, a_log_length=8),
     mla=MLAConfig(num_heads=2, q_rank=12, kv_rank=10, nope_dim=6, extra_dim=4, v_dim=5),
     moe=MoEConfig(expert_width=64, latent_width=32),
-    vision_json="",
+    vision=None,
 )
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from k3jax.checkpoint.layout import Layout
 from k3jax.checkpoint.load import abstract_model
-from k3jax.checkpoint.names import PAD, active_parameters, axis_sizes, placements, tensor_specs
+from k3jax.checkpoint.names import PAD, VISION, active_parameters, axis_sizes, placements, tensor_specs
 from k3jax.checkpoint.orbax_io import named_leaves
-from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, load_model_config
+from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, VisionConfig, load_model_config
 
 # count, dtype, shape, name below `language_model.` or `language_model.model.layers.{l}.`
 RELEASED = """
@@ -65,6 +65,21 @@ RELEASED = """
 82432 uint8 3584x1536 block_sparse_moe.experts.#.w2.weight_packed
 82432 uint8 3584x96 block_sparse_moe.experts.#.w2.weight_scale
 """
+# the same of tower and projector, below no prefix
+RELEASED_VISION = """
+1 bfloat16 1024x3x14x14 vision_tower.patch_embed.proj.weight
+1 bfloat16 64x64x1024 vision_tower.patch_embed.pos_emb.weight
+27 bfloat16 1024 vision_tower.encoder.blocks.#.norm0.weight
+27 bfloat16 1024 vision_tower.encoder.blocks.#.norm1.weight
+27 bfloat16 4608x1024 vision_tower.encoder.blocks.#.wqkv.weight
+27 bfloat16 1024x1536 vision_tower.encoder.blocks.#.wo.weight
+27 bfloat16 4096x1024 vision_tower.encoder.blocks.#.mlp.fc0.weight
+27 bfloat16 1024x4096 vision_tower.encoder.blocks.#.mlp.fc1.weight
+1 bfloat16 1024 vision_tower.encoder.final_layernorm.weight
+1 bfloat16 4096x4096 mm_projector.proj.0.weight
+1 bfloat16 7168x4096 mm_projector.proj.2.weight
+1 bfloat16 7168 mm_projector.post_norm.weight
+"""
 MLA_LAYERS = {*range(3, 92, 4), 92}  # 0-based
 
 
@@ -73,15 +88,30 @@ def released():
     return list(tensor_specs(load_model_config("k3")))
 
 
-def test_the_release_expands_to_its_families(released):
+def families_of(specs) -> dict[str, int]:
     found = {}
-    for spec in released:
-        name = re.sub(r"\.experts\.\d+\.", ".experts.#.", re.sub(r"^model\.layers\.\d+\.", "", spec.name))
+    for spec in specs:
+        name = re.sub(r"\.(experts|blocks)\.\d+\.", r".\1.#.", re.sub(r"^model\.layers\.\d+\.", "", spec.name))
         shape = "x".join(map(str, spec.shape))
         found[f"{spec.dtype} {shape} {name}"] = found.get(f"{spec.dtype} {shape} {name}", 0) + 1
-    expected = {line.partition(" ")[2]: int(line.partition(" ")[0]) for line in RELEASED.strip().splitlines()}
-    assert found == expected
+    return found
+
+
+def expected_families(text: str) -> dict[str, int]:
+    return {line.partition(" ")[2]: int(line.partition(" ")[0]) for line in text.strip().splitlines()}
+
+
+def test_the_release_expands_to_its_families(released):
+    found = families_of(released)
+    assert found == expected_families(RELEASED)
     assert len(found) == 48
+
+
+def test_tower_and_projector_expand_to_their_families():
+    specs = [spec for spec in tensor_specs(ModelConfig(vision=VisionConfig())) if spec.family.where == VISION]
+    assert families_of(specs) == expected_families(RELEASED_VISION)
+    assert (len(specs), sum(math.prod(spec.shape) for spec in specs)) == (168, 447_358_976)
+    assert {spec.family.prefix for spec in specs} == {""}
 
 
 def test_the_release_has_each_name_once(released):
@@ -129,9 +159,10 @@ ALL_MLA = ModelConfig(
 
 
 @pytest.mark.parametrize("quantized", [True, False])
-@pytest.mark.parametrize("which", ["small", "k3", "all_mla"])
+@pytest.mark.parametrize("which", ["small", "k3", "all_mla", "k3_vision"])
 def test_every_leaf_of_the_model_is_filled_once_with_its_shape(which, quantized, small):
-    config = {"small": small, "k3": ModelConfig(), "all_mla": ALL_MLA}[which]
+    k3, with_tower = ModelConfig(), ModelConfig(vision=VisionConfig())
+    config = {"small": small, "k3": k3, "all_mla": ALL_MLA, "k3_vision": with_tower}[which]
     config = dataclasses.replace(config, quantized_experts=quantized)
     sizes, shapes = axis_sizes(config), []
     for placement in placements(config):

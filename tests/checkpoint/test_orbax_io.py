@@ -62,6 +62,23 @@ def test_newest_step_comes_back_with_dtypes_and_record(tmp_path):
     assert list_steps(tmp_path / "checkpoints") == [2, 3]
 
 
+def test_every_so_many_steps_one_is_kept_for_good(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2, keep_every=4)
+    for step in range(1, 11):
+        checkpoints.save(step, trees={"weights": Toy(3)}, records={})
+    checkpoints.close()
+    assert list_steps(tmp_path / "checkpoints") == [4, 8, 9, 10]
+
+
+def test_an_unfinished_checkpoint_is_never_taken_and_is_cleared_away(tmp_path):
+    save(tmp_path, 1)
+    unfinished = tmp_path / "checkpoints" / "2.orbax-checkpoint-tmp"  # what a kill inside a save leaves
+    shutil.copytree(tmp_path / "checkpoints" / "1", unfinished)
+    assert find_step(tmp_path) == Folder.at(tmp_path / "checkpoints" / "1")
+    step, _, _ = restore(tmp_path, jax.eval_shape(lambda: Toy(3)))
+    assert step == 1 and not unfinished.exists()
+
+
 def test_a_fresh_run_has_nothing_to_restore(tmp_path):
     assert restore(tmp_path, Toy(3)) is None
     assert find_step(tmp_path) is None

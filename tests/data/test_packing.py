@@ -1,70 +1,83 @@
-"""Rows: documents never leak into each other, nothing is lost, and any row follows from its number."""
+"""Rows: texts never leak into each other, every target appears once, and gaps stay small."""
 
+from collections import Counter
+
+import grain
 import numpy as np
+import pytest
 
-from k3jax.data.packing import PackedRows, TokenStream
+from k3jax.data.packing import Encoded, Pieces, pack
 
-EOS = 9
-
-
-def packed(lengths, seq_len, seed=0):
-    documents = [np.full(length, n + 1, np.uint16) for n, length in enumerate(lengths)]
-    return PackedRows(stream=TokenStream.shuffled(documents, eos_id=EOS, seed=seed), seq_len=seq_len)
+EOS = 99
 
 
-def test_every_document_appears_once_and_ends_with_the_end_token():
-    tokens = packed([3, 1, 5], 4).stream.tokens.tolist()
-    documents = "".join(map(str, tokens)).split(str(EOS))
-    assert documents[-1] == "" and sorted(documents[:-1]) == ["111", "2", "33333"]
+def text(number, length, trained=None) -> Encoded:
+    """`length` tokens `number`, then the end token."""
+    return Encoded(ids=np.array([number] * length + [EOS], np.int32), trained=trained)
 
 
-def test_targets_are_the_next_token_of_the_same_document():
-    rows = packed([3, 1, 5, 2, 7], 4)
-    stream = rows.stream
-    for index in range(len(rows)):
-        row = rows[index]
-        for column in range(4):
-            place = index * 4 + column
-            if place >= len(stream.tokens):
-                assert (row["segment_ids"][column], row["loss_mask"][column]) == (-1, False)
-                continue
-            assert row["tokens"][column] == stream.tokens[place]
-            assert row["loss_mask"][column] == (stream.tokens[place] != EOS)
-            assert row["targets"][column] == (stream.tokens[place + 1] if row["loss_mask"][column] else 0)
+def rows(texts, seq_len, seed=0):
+    order = grain.MapDataset.source(texts).to_iter_dataset(grain.ReadOptions(num_threads=0))
+    return list(pack(order, seq_len=seq_len, seed=seed))
 
 
-def test_every_token_but_a_documents_first_is_a_target_exactly_once():
-    rows = packed([3, 1, 5, 2, 7], 4)
-    targets = [t for index in range(len(rows)) for t in rows[index]["targets"][rows[index]["loss_mask"]]]
-    assert len(targets) == 3 + 1 + 5 + 2 + 7  # each document's tokens but one, and its end
+def pairs(pieces):
+    return [
+        pair for p in pieces for pair in zip(p["tokens"][p["loss_mask"]], p["targets"][p["loss_mask"]], strict=True)
+    ]
 
 
-def test_segments_count_from_zero_in_every_row():
-    rows = packed([3, 1, 5, 2, 7], 6)
-    for index in range(len(rows)):
-        row = rows[index]
-        used = row["segment_ids"][row["segment_ids"] >= 0]
-        ends = np.flatnonzero(row["tokens"][: len(used)] == EOS) + 1
-        assert used.tolist() == [int(np.sum(ends <= column)) for column in range(len(used))]
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
+def test_every_token_but_a_texts_first_is_a_target_exactly_once(length):
+    ids = np.arange(length + 1, dtype=np.int32)
+    pieces = Pieces(4).flat_map(Encoded(ids=ids))
+    assert pairs(pieces) == [(n, n + 1) for n in range(length)]
+    assert all(len(piece["tokens"]) == 4 for piece in pieces[:-1])
 
 
-def test_only_the_last_row_has_padding():
-    rows = packed([3, 1, 5, 2, 7], 4)
-    assert len(rows) == 6  # 18 tokens and 5 ends
-    assert [int(np.sum(rows[index]["segment_ids"] < 0)) for index in range(len(rows))] == [0, 0, 0, 0, 0, 1]
+def test_only_trained_tokens_count_and_a_piece_without_any_is_dropped():
+    trained = np.zeros(13, np.bool_)
+    trained[[2, 11]] = True
+    pieces = Pieces(4).flat_map(Encoded(ids=np.arange(13, dtype=np.int32), trained=trained))
+    assert [piece["tokens"].tolist() for piece in pieces] == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert pairs(pieces) == [(1, 2), (10, 11)]
 
 
-def test_the_order_follows_the_seed_and_the_fingerprint_follows_the_tokens():
-    one, same, other = packed([3, 1, 5, 2], 4), packed([3, 1, 5, 2], 4), packed([3, 1, 5, 2], 4, seed=1)
-    assert one.stream.tokens.tolist() == same.stream.tokens.tolist() != other.stream.tokens.tolist()
-    assert one.stream.fingerprint == same.stream.fingerprint != packed([3, 1, 5, 3], 4).stream.fingerprint
+def test_a_text_of_one_token_has_nothing_to_predict():
+    assert Pieces(4).flat_map(Encoded(ids=np.array([5], np.int32))) == []
 
 
-def test_only_trained_tokens_are_targets():
-    documents = [np.full(n, n, np.uint16) for n in (3, 6)]
-    trained = [np.arange(n) % 2 == 1 for n in (3, 6)]
-    stream = TokenStream.shuffled(documents, eos_id=EOS, seed=0, trained=trained)
-    rows = PackedRows(stream=stream, seq_len=4)
-    counted = [t for index in range(len(rows)) for t in rows[index]["targets"][rows[index]["loss_mask"]]]
-    assert sorted(counted) == [3, 6, 6, 6]
-    assert stream.fingerprint != TokenStream.shuffled(documents, eos_id=EOS, seed=0).fingerprint
+def test_rows_hold_whole_pieces_in_segments_of_their_own():
+    lengths = [3, 1, 5, 2, 7, 4, 4, 9, 1, 1]
+    found = Counter()
+    for row in rows([text(n, length) for n, length in enumerate(lengths)], 6):
+        for segment in range(row["segment_ids"].max() + 1):
+            inside = np.flatnonzero(row["segment_ids"] == segment)
+            assert np.array_equal(inside, np.arange(inside[0], inside[-1] + 1))
+            assert len(set(row["tokens"][inside].tolist())) == 1
+            assert set(row["targets"][inside].tolist()) <= {row["tokens"][inside[0]], EOS}
+            found[int(row["tokens"][inside[0]])] += len(inside)
+        gap = row["segment_ids"] < 0
+        assert not row["loss_mask"][gap].any() and not row["tokens"][gap].any()
+        assert row["loss_mask"][~gap].all()
+    assert found == Counter(dict(enumerate(lengths)))
+
+
+def test_best_fit_fills_the_tightest_gap():
+    # 5 and 6 open a row each (of 8); 2 fits both, and leaves no gap in the second.
+    packed = rows([text(1, 5), text(2, 6), text(3, 2), text(4, 3)], 8)
+    assert sorted(sorted(set(row["tokens"].tolist())) for row in packed) == [[1, 4], [2, 3]]
+
+
+@pytest.mark.parametrize(("mean", "most"), [(20, 0.01), (100, 0.04), (400, 0.04)])
+def test_gaps_are_few(mean, most):
+    lengths = np.random.default_rng(0).exponential(mean, 3000).astype(int) + 1
+    packed = rows([text(1, length) for length in lengths], 256)[:-64]  # the last rows wait for more
+    assert np.mean([row["segment_ids"] < 0 for row in packed]) < most
+
+
+def test_the_order_follows_the_seed():
+    texts = [text(n, 8) for n in range(20)]
+    one, same, other = rows(texts, 8), rows(texts, 8), rows(texts, 8, seed=1)
+    firsts = [[int(row["tokens"][0]) for row in packed] for packed in (one, same, other)]
+    assert firsts[0] == firsts[1] != firsts[2] and sorted(firsts[0]) == list(range(20)) != firsts[0]

@@ -9,6 +9,7 @@ import pytest
 
 from k3jax.config import ModelConfig
 from k3jax.nn.attn_res import Mix, Residual
+from k3jax.nn.cache import Cache
 from k3jax.nn.loss import batch_loss, next_token_loss
 from k3jax.nn.mla import MLA
 from k3jax.nn.moe import LatentMoE, Router
@@ -67,13 +68,14 @@ def test_a_mix_normalises_keys_and_not_values(small: ModelConfig) -> None:
 def test_mla_decodes_in_the_latent_as_it_trains(small: ModelConfig) -> None:
     mla = MLA(small, jax.random.key(0), dtype=jnp.float32)
     x = jax.random.normal(jax.random.key(1), (2, 9, small.width))
-    expected, latent = mla(x)
-    cache, outputs = jnp.zeros_like(latent), []
+    expected, _, _ = mla(x)
+    view, outputs = Cache.zeros(small, batch=2, max_len=9).read(True, 0), []
     for t in range(9):
-        y, cache = mla(x[:, t : t + 1], cache=cache, length=jnp.full(2, t))
+        y, view, _ = mla(x[:, t : t + 1], cache=dataclasses.replace(view, length=jnp.full(2, t)))
         outputs.append(y)
     assert relative(jnp.concatenate(outputs, axis=1), expected) < 1e-5
-    np.testing.assert_allclose(cache, latent, rtol=1e-5, atol=1e-6)
+    _, chunk, _ = mla(x, cache=Cache.zeros(small, batch=2, max_len=9).read(True, 0))
+    np.testing.assert_allclose(view.pages.latent, chunk.pages.latent, rtol=1e-5, atol=1e-6)
 
 
 class Head:

@@ -1,12 +1,14 @@
 """Packed documents do not see each other, and padding reaches nothing."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from k3jax.config import ModelConfig
-from k3jax.nn.cache import Cache
+from k3jax.nn.cache import Cache, Pools
 from k3jax.nn.generate import extend
 from k3jax.nn.loss import batch_loss, next_token_loss
 from k3jax.nn.param import value_and_grad
@@ -69,23 +71,42 @@ def test_a_row_without_tokens_keeps_its_cache_bit_for_bit(model: Transformer) ->
         tokens = random_tokens(model.config, 3, chunk, seed=chunk)
         _, cache = jitted_extend(model, tokens, cache, jnp.array(num_valid))
         for row in np.flatnonzero(np.array(num_valid) == 0):
-            for a, b in zip(jax.tree.leaves(before.row(int(row))), jax.tree.leaves(cache.row(int(row))), strict=True):
+            for a, b in zip(kept(before, int(row)), kept(cache, int(row)), strict=True):
                 np.testing.assert_array_equal(a, b)
     assert cache.length.tolist() == [8, 7, 6]
 
 
 def test_tokens_past_the_end_of_the_cache_are_dropped_not_clipped(model: Transformer) -> None:
-    cache = Cache.zeros(model.config, batch=1, max_len=6)
-    _, cache = jitted_extend(model, random_tokens(model.config, 1, 6), cache, jnp.array([6]))
+    cache = Cache.zeros(model.config, batch=1, max_len=64)
+    _, cache = jitted_extend(model, random_tokens(model.config, 1, 64), cache, jnp.array([64]))
     _, after = jitted_extend(model, random_tokens(model.config, 1, 1, seed=9), cache, jnp.array([1]))
-    np.testing.assert_array_equal(after.latent, cache.latent)
+    np.testing.assert_array_equal(after.pools.pages.latent, cache.pools.pages.latent)
 
 
-def test_rows_of_a_cache_can_be_taken_out_and_put_back(model: Transformer) -> None:
-    cache = Cache.zeros(model.config, batch=3, max_len=8)
-    _, cache = jitted_extend(model, random_tokens(model.config, 3, 5), cache, jnp.array([5, 2, 4]))
-    moved = Cache.zeros(model.config, batch=3, max_len=8).with_row(1, cache.row(2))
-    assert moved.length.tolist() == [0, 4, 0]
-    np.testing.assert_array_equal(moved.state[:, 1], cache.state[:, 2])
-    np.testing.assert_array_equal(moved.latent[:, 1], cache.latent[:, 2])
-    assert not moved.history[:, 0].any()
+def kept(cache: Cache, row: int) -> list[jax.Array]:
+    """State, conv history and latents of one row."""
+    slots = [pool[:, cache.slots[row]] for pool in (cache.pools.state, cache.pools.history)]
+    return [*slots, *(pages[:, cache.page_table[row]] for pages in jax.tree.leaves(cache.pools.pages))]
+
+
+def test_rows_may_lie_anywhere_in_the_pools_and_one_without_a_slot_changes_nothing(model: Transformer) -> None:
+    tokens, num_valid = random_tokens(model.config, 3, 5), jnp.array([5, 2, 4])
+    expected, cache = jitted_extend(model, tokens, Cache.zeros(model.config, batch=3, max_len=8), num_valid)
+    pools = Pools.zeros(model.config, slots=5, pages=4, page=64)
+    elsewhere = Cache(pools, jnp.array([4, -1, 0]), jnp.array([[2], [-1], [3]]), jnp.zeros(3, jnp.int32))
+    logits, moved = jitted_extend(model, tokens, elsewhere, num_valid)
+    for row in (0, 2):
+        np.testing.assert_array_equal(logits[row], expected[row])
+        for a, b in zip(kept(cache, row), kept(moved, row), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert not any(pool[:, 1:4].any() for pool in (moved.pools.state, moved.pools.history))
+    assert not moved.pools.pages.latent[:, :2].any()
+
+
+def test_a_row_of_length_0_starts_clean_whatever_its_slot_and_pages_hold(model: Transformer) -> None:
+    clean = Cache.zeros(model.config, batch=2, max_len=64)
+    dirty = dataclasses.replace(clean, pools=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), clean.pools))
+    tokens, num_valid = random_tokens(model.config, 2, 64), jnp.array([5, 3])  # a chunk that fills whole pages
+    (logits, clean), (found, dirty) = (jitted_extend(model, tokens, x, num_valid) for x in (clean, dirty))
+    np.testing.assert_array_equal(found, logits)
+    jax.tree.map(np.testing.assert_array_equal, dirty.pools, clean.pools)

@@ -1,6 +1,6 @@
 """The vision tower and projector, against golden features and against a second, slow version in numpy."""
 
-import json
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,37 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors import safe_open
 
-from k3jax.config import ConfigError, ModelConfig
+import k3jax
+from k3jax.config import ModelConfig, VisionConfig
 from k3jax.nn import vision
-from k3jax.nn.vision import BFLOAT16_EPS, FLOAT32_EPS, Vision, VisionConfig, read_vision, released_vision
+from k3jax.nn.transformer import Transformer
+from k3jax.nn.vision import Vision, pack_rows
 from k3jax.vision import preprocess
-from tests.nn.helpers import relative
+from tests.nn.conftest import make_config
+from tests.nn.helpers import random_model, relative
 
 IMAGES = ("rgb_small", "rgb_grid", "alpha", "palette", "gray")
 LENGTH = 160  # patches of a row in every test here: the five images take 136
-SMALL = VisionConfig(
-    patch=4, grid_rows=6, grid_columns=5, width=16, mlp_width=28, num_blocks=2, num_heads=3, head_dim=8, text_width=20,
-    init_std=1.0, dtype="float32",
+TOWER = VisionConfig(
+    patch=4, grid_rows=6, grid_columns=5, width=16, mlp_width=28, num_blocks=2, num_heads=3, head_dim=8
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def tensors(golden: Path) -> dict[str, np.ndarray]:
-    """Vision tensors of the golden checkpoint."""
-    found = {}
-    for file in sorted((golden / "tiny_vision").glob("*.safetensors")):
-        with safe_open(file, framework="flax") as shard:
-            names = [name for name in shard.keys() if name.startswith(("vision_tower", "mm_projector"))]  # noqa: SIM118
-            found |= {name: np.asarray(shard.get_tensor(name)) for name in names}
-    return found
-
-
-@pytest.fixture(scope="module")
-def vision_json(golden: Path) -> str:
-    """The golden checkpoint's `vision_config`."""
-    return ModelConfig.from_hf(golden / "tiny_vision").vision_json
+SMALL = make_config(num_layers=2, mla_layers=(1,), vision=TOWER, media_id=7)
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +55,21 @@ def features_of(model: Vision, patches: Any, grids: Any) -> list[np.ndarray]:
     return [np.asarray(row)[np.asarray(seen)] for row, seen in zip(features, valid, strict=True)]
 
 
-@pytest.mark.parametrize(("eps", "suffix"), [(FLOAT32_EPS, ""), (BFLOAT16_EPS, "_eps7")])
-def test_golden_images_and_video_in_two_rows(
-    golden: Path, tensors: Any, vision_json: str, expected: Any, eps: float, suffix: str
-) -> None:
-    model = read_vision(VisionConfig.from_json(vision_json, dtype="float32", norm_eps=eps), tensors)
-    images = [preprocess(Image.open(golden / "tiny_vision" / "images" / f"{name}.png")) for name in IMAGES]
+def with_eps(model: Transformer, eps: float) -> Vision:
+    """Tower and projector as if the model's config named this epsilon for the tower's norms."""
+    config = dataclasses.replace(model.config, vision=dataclasses.replace(model.config.vision, norm_eps=eps))
+    other = jax.eval_shape(lambda: Vision(config, jax.random.key(0), dtype=jnp.dtype("float32")))
+    return jax.tree.unflatten(jax.tree.structure(other), jax.tree.leaves(model.vision))
+
+
+def golden_pictures(golden: Path) -> list[tuple[Any, Any]]:
+    return [preprocess(Image.open(golden / "tiny_vision" / "images" / f"{name}.png")) for name in IMAGES]
+
+
+@pytest.mark.parametrize(("eps", "suffix"), [(2.0**-23, ""), (2.0**-7, "_eps7")])
+def test_golden_images_and_video_in_two_rows(golden: Path, expected: Any, eps: float, suffix: str) -> None:
+    model = with_eps(k3jax.load(golden / "tiny_vision", dtype="float32"), eps)
+    images = golden_pictures(golden)
     np.testing.assert_array_equal([grid for _, grid in images], expected["grids"])
     rows = [row_of(*images), row_of((expected["video_patches"], (4, 4, 6)))]
     of_images, of_video = features_of(model, *map(np.stack, zip(*rows, strict=True)))
@@ -83,16 +77,16 @@ def test_golden_images_and_video_in_two_rows(
     assert relative(of_video, expected["video_features" + suffix]) < 1e-4
 
 
-def test_the_released_tensors_survive_the_model_bit_for_bit(tensors: Any, vision_json: str) -> None:
-    written = dict(released_vision(read_vision(VisionConfig.from_json(vision_json), tensors)))
-    assert written.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert written[name].dtype == tensor.dtype and written[name].shape == tensor.shape
-        assert written[name].tobytes() == tensor.tobytes(), name
+def test_golden_logits_of_text_with_images(golden: Path, expected: Any) -> None:
+    model = k3jax.load(golden / "tiny_vision", dtype="float32")
+    pixels, grids = zip(*golden_pictures(golden), strict=True)
+    logits = model(expected["ids"][None], pixels=np.concatenate(pixels), grids=np.asarray(grids))
+    assert relative(logits[0], expected["logits"]) < 1e-4
 
 
 def test_full_size_tensors_and_parameters() -> None:
-    model = jax.eval_shape(lambda: Vision(VisionConfig(), jax.random.key(0)))
+    config = ModelConfig(vision=VisionConfig())
+    model = jax.eval_shape(lambda: Vision(config, jax.random.key(0), dtype=jnp.bfloat16))
     blocks = model.tower.blocks
     leaves, stacked = jax.tree.leaves(model), jax.tree.leaves(blocks)
     assert sum(leaf.size for leaf in leaves) == 447_358_976
@@ -100,26 +94,9 @@ def test_full_size_tensors_and_parameters() -> None:
     assert blocks.qkv.shape == (27, 1024, 3, 12, 128) and blocks.out.shape == (27, 12, 128, 1024)
 
 
-def test_a_missing_or_misshapen_tensor_is_named(tensors: Any, vision_json: str) -> None:
-    config, name = VisionConfig.from_json(vision_json), "vision_tower.encoder.blocks.1.wo.weight"
-    with pytest.raises(ValueError, match=f"{name} is missing"):
-        read_vision(config, {key: tensor for key, tensor in tensors.items() if key != name})
-    with pytest.raises(ValueError, match=rf"{name} has shape \(72, 64\), .* \(64, 72\)"):
-        read_vision(config, {**tensors, name: tensors[name].T})
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("norm_type", "layernorm"), ("attn_bias", True), ("pos_emb_interpolation_mode", "bicubic"), ("mm_hidden_size", 9)],
-)
-def test_another_tower_is_refused_by_name(vision_json: str, key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"vision_config\.{key} = {value!r}"):
-        VisionConfig.from_json(json.dumps({**json.loads(vision_json), key: value}))
-
-
 def test_norm_epsilon_at_small_inputs() -> None:
     x = 0.05 * jnp.ones((1, 1024))
-    for eps, value in ((FLOAT32_EPS, 1.0), (BFLOAT16_EPS, 0.49)):
+    for eps, value in ((VisionConfig.norm_eps, 1.0), (2.0**-7, 0.49)):
         norm = vision.RMSNorm(1024, eps=eps, dtype=jnp.dtype("float32"))
         assert float(norm(x)[0, 0]) == pytest.approx(value, abs=5e-3)
 
@@ -128,27 +105,37 @@ def test_norm_epsilon_at_small_inputs() -> None:
 
 
 @pytest.fixture(scope="module")
-def model() -> Vision:
-    """A small tower whose widths all differ."""
-    return jax.jit(lambda: Vision(SMALL, jax.random.key(3)))()
+def whole() -> Transformer:
+    """A small model with a tower, in which all widths differ."""
+    return random_model(SMALL, seed=3)
+
+
+@pytest.fixture(scope="module")
+def model(whole: Transformer) -> Vision:
+    """Its tower and projector."""
+    return whole.vision
 
 
 def random_item(grid: tuple[int, int, int], seed: int) -> tuple[np.ndarray, tuple[int, int, int]]:
     rng = np.random.default_rng(seed)
-    return rng.standard_normal((int(np.prod(grid)), 3, SMALL.patch, SMALL.patch)), grid
+    return rng.standard_normal((int(np.prod(grid)), 3, TOWER.patch, TOWER.patch)), grid
 
 
 def slow_features(model: Vision, patches: np.ndarray, grid: tuple[int, int, int]) -> np.ndarray:
     """One item, in float64, one patch, head and block at a time where that is how the equations read."""
-    weights = {name: np.asarray(tensor, np.float64) for name, tensor in released_vision(model)}
-    config, (t, h, w) = model.config, grid
+    tower, projector = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (model.tower, model.projector))
+    config, (t, h, w) = TOWER, grid
 
-    def norm(x: np.ndarray, name: str, eps: float) -> np.ndarray:
-        return weights[name] * x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+    def norm(x: np.ndarray, weight: Any, eps: float = TOWER.norm_eps) -> np.ndarray:
+        return weight.get_value() * x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
 
-    x = patches.reshape(len(patches), -1) @ weights["vision_tower.patch_embed.proj.weight"].reshape(config.width, -1).T
+    def product(x: np.ndarray, weight: Any, *index: int) -> np.ndarray:
+        weight = weight.get_value()[*index]
+        return np.tensordot(x, weight, axes=[range(1, x.ndim), range(x.ndim - 1)])
+
+    x = product(patches, tower.patch)
     cells = [(frame, row, column) for frame in range(t) for row in range(h) for column in range(w)]
-    table = weights["vision_tower.patch_embed.pos_emb.weight"]
+    table = tower.grid.get_value()
     omega = 10_000.0 ** (-np.arange(config.width // 2) / (config.width // 2))
     for i, (frame, row, column) in enumerate(cells):
         x[i] += np.einsum("r,c,rcd->d", tent(row, h, len(table)), tent(column, w, table.shape[1]), table)
@@ -156,21 +143,19 @@ def slow_features(model: Vision, patches: np.ndarray, grid: tuple[int, int, int]
             x[i] += np.concatenate([np.sin(frame * omega), np.cos(frame * omega)])
     turns = np.stack([turn(row, column, config.head_dim) for _, row, column in cells])
     for b in range(config.num_blocks):
-        prefix = f"vision_tower.encoder.blocks.{b}."
-        qkv = norm(x, prefix + "norm0.weight", config.norm_eps) @ weights[prefix + "wqkv.weight"].T
-        q, k, v = np.moveaxis(qkv.reshape(len(x), 3, config.num_heads, config.head_dim), 1, 0)
+        block = jax.tree.map(lambda leaf, b=b: leaf[b], tower.blocks)
+        q, k, v = np.moveaxis(product(norm(x, block.norm0.weight), block.qkv), 1, 0)
         q, k = (np.einsum("pij,phj->phi", turns, y) for y in (q, k))
         scores = np.exp(np.einsum("phk,qhk->hpq", q, k) * config.head_dim**-0.5)
-        out = np.einsum("hpq,qhk->phk", scores / scores.sum(-1, keepdims=True), v).reshape(len(x), -1)
-        x = x + out @ weights[prefix + "wo.weight"].T
-        hidden = norm(x, prefix + "norm1.weight", config.norm_eps) @ weights[prefix + "mlp.fc0.weight"].T
+        x = x + product(np.einsum("hpq,qhk->phk", scores / scores.sum(-1, keepdims=True), v), block.out)
+        hidden = product(norm(x, block.norm1.weight), block.up)
         hidden = hidden / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (hidden + 0.044715 * hidden**3)))
-        x = x + hidden @ weights[prefix + "mlp.fc1.weight"].T
-    x = norm(x, "vision_tower.encoder.final_layernorm.weight", config.norm_eps)
+        x = x + product(hidden, block.down)
+    x = norm(x, tower.final_norm.weight)
     x = x.reshape(t, h // 2, 2, w // 2, 2, -1).mean(axis=0).swapaxes(1, 2).reshape(h * w // 4, -1)
-    hidden = x @ weights["mm_projector.proj.0.weight"].T
+    hidden = product(x, projector.up)
     hidden = hidden * np.asarray(jax.scipy.stats.norm.cdf(hidden))
-    return norm(hidden @ weights["mm_projector.proj.2.weight"].T, "mm_projector.post_norm.weight", config.projector_eps)
+    return norm(product(hidden, projector.down), projector.norm.weight, config.projector_eps)
 
 
 def tent(index: int, size: int, source: int) -> np.ndarray:
@@ -222,7 +207,7 @@ def test_queries_in_groups_change_nothing(model: Vision, monkeypatch: pytest.Mon
 
 
 def test_an_empty_row_gives_nothing_and_finite_gradients(model: Vision) -> None:
-    empty = np.full((LENGTH, 3, SMALL.patch, SMALL.patch), np.nan, np.float32), np.zeros((6, 3), np.int32)
+    empty = np.full((LENGTH, 3, TOWER.patch, TOWER.patch), np.nan, np.float32), np.zeros((6, 3), np.int32)
     full = row_of(*items())
     rows = [np.stack(pair) for pair in zip(full, empty, strict=True)]
     features, valid = encode(model, *rows)
@@ -235,3 +220,64 @@ def test_an_empty_row_gives_nothing_and_finite_gradients(model: Vision) -> None:
 
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(gradient(model))]
     assert all(np.all(np.isfinite(leaf)) and np.any(leaf != 0) for leaf in leaves)
+
+
+# --- In the model -----------------------------------------------------------------------------------------------------
+
+PAD = SMALL.media_id
+
+
+def text_of(*parts: int | list[int], length: int) -> np.ndarray:
+    """Token ids; a number stands for as many media positions."""
+    ids = [token for part in parts for token in ([PAD] * part if isinstance(part, int) else part)]
+    return np.asarray(ids + [0] * (length - len(ids)))
+
+
+def pixels_of(*picked: tuple[np.ndarray, Any]) -> dict[str, np.ndarray]:
+    return {"pixels": np.concatenate([p for p, _ in picked]), "grids": np.asarray([g for _, g in picked])}
+
+
+def test_images_of_several_rows_go_where_they_belong(whole: Transformer) -> None:
+    first, second, third, *_ = items()  # of 2, 2 and 12 tokens
+    rows = [text_of([1], 2, [3], 2, [9], length=24), text_of([4, 5], 12, [6], length=24)]
+    together = whole(np.stack(rows), **pixels_of(first, second, third))
+    alone = whole(rows[1][None], **pixels_of(third))
+    np.testing.assert_allclose(together[1], alone[0], atol=2e-5)
+    swapped = whole(np.stack(rows), **pixels_of(second, first, third))
+    np.testing.assert_allclose(swapped[1], together[1], atol=2e-5)
+    np.testing.assert_allclose(swapped[0, 0], together[0, 0], atol=2e-5)
+    assert relative(swapped[0, 1], together[0, 1]) > 1e-2
+
+
+def test_generation_sees_the_images(whole: Transformer) -> None:
+    tokens = text_of([1], 2, [3], length=4)[None]
+    logits = whole(tokens, **pixels_of(next(items())))
+    out = whole.generate(tokens, max_new_tokens=1, **pixels_of(next(items())))
+    assert int(out[0, 0]) == int(np.argmax(logits[0, -1]))
+
+
+def test_a_count_that_does_not_fit_is_named_with_both_numbers(whole: Transformer) -> None:
+    first, second, third, *_ = items()
+    name = r"<\|media_pad\|> \(id 7\)"
+    with pytest.raises(ValueError, match=f"have 3 places {name}, but the images 2 features"):
+        whole(text_of(3, length=4)[None], **pixels_of(first))
+    with pytest.raises(ValueError, match=f"have 3 places {name}, but no images"):
+        whole(text_of(3, length=4)[None])
+    rows = np.stack([text_of(1, length=4), text_of(3, length=4)])
+    with pytest.raises(ValueError, match=f"row 0 has 1 places {name}, but its whole images 0 features"):
+        whole(rows, **pixels_of(first, second))
+    with pytest.raises(ValueError, match=r"\(8, 3, 4, 4\): grids \[\[1, 8, 6\]\] need \(48, 3, 4, 4\)"):
+        whole(rows, pixels=first[0], grids=np.asarray([third[1]]))
+    with pytest.raises(ValueError, match="a grid of 5 frames: 1 to 4"):
+        pack_rows(SMALL, rows, first[0], np.asarray([[5, 2, 4]]))
+    with pytest.raises(ValueError, match="a grid of 3x4 patches: even sides of 2 to 512"):
+        pack_rows(SMALL, rows, first[0], np.asarray([[1, 3, 4]]))
+
+
+def test_a_text_model_refuses_images_and_has_no_leaf_more() -> None:
+    config = dataclasses.replace(SMALL, vision=None)
+    text = jax.eval_shape(lambda: Transformer(config, jax.random.key(0)))
+    with pytest.raises(ValueError, match="the model small has no vision tower"):
+        text(text_of(2, length=4)[None], **pixels_of(next(items())))
+    with_tower = jax.eval_shape(lambda: Transformer(SMALL, jax.random.key(0)))
+    assert len(jax.tree.leaves(with_tower)) - len(jax.tree.leaves(with_tower.vision)) == len(jax.tree.leaves(text))

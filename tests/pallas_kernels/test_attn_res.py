@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attn_res import read, read_bank, reference
+from k3jax.nn.attn_res import Mix
+from pallas_kernels.attn_res import BankRead, read, read_bank, read_norm, reference
 
 EPS = 1e-5
 BODIES = ["xla", "tpu"]  # the tpu body is interpreted here
@@ -104,6 +105,82 @@ def test_a_zero_query_takes_the_mean(body):
     np.testing.assert_allclose(two_phases(bank, zero, live, 3, body)[0], mean, rtol=1e-5, atol=1e-6)
 
 
+def test_the_key_norm_is_folded_into_the_query_in_float32():
+    """A norm that is rounded to bfloat16 before its product with the query moves scores by 1e-3."""
+    bank, queries, _ = inputs(8, 8, 32, dtype=jnp.bfloat16)
+    mix = Mix(256, eps=EPS, dtype=jnp.bfloat16)
+    weight = 1 + jax.random.normal(jax.random.key(2), (256,)) / 3
+    mix.query, mix.norm = (
+        leaf.replace(x.astype(jnp.bfloat16)) for leaf, x in ((mix.query, queries[0]), (mix.norm, weight))
+    )
+    seen = read_bank(bank, 8, mix.folded(jnp.bfloat16)[None], eps=EPS)
+    with jax.enable_x64(True):
+        sources, query, norm = (np.asarray(x, np.float64) for x in (bank, mix.query.get_value(), mix.norm.get_value()))
+        scores = (reference.normalise(sources, EPS) * norm) @ query
+        exact = jax.nn.logsumexp(scores, axis=0)
+    assert relative(seen.log_sum_exp[0], exact) < 5e-6
+
+
+def read_norm_inputs(tokens: int, *, adds: bool, sealed: bool, width: int = 256, dtype=jnp.float32):
+    """Arguments, of which the bank gave nothing unless `sealed`, and cotangents of both outputs."""
+    keys = jax.random.split(jax.random.key(tokens), 8)
+    mixed, live, update, *cotangents = (jax.random.normal(key, (tokens, width)).astype(dtype) for key in keys[:5])
+    log_sum_exp = jax.random.normal(keys[5], (tokens,)) if sealed else jnp.full(tokens, -jnp.inf)
+    query, weight = (
+        jax.random.normal(keys[6], (width,)) * (3 / width**0.5),
+        1 + jax.random.normal(keys[7], (width,)) / 3,
+    )
+    return (mixed, log_sum_exp, 2 * live, update if adds else None, query, weight.astype(dtype)), tuple(cotangents)
+
+
+def read_norm_gradients(body, has_live, inputs, cotangents):
+    def run(mixed, log_sum_exp, live, update, query, weight):
+        options = {"update": update, "eps": EPS, "norm_eps": 2 * EPS, "implementation": body}
+        return read_norm(BankRead(mixed, log_sum_exp), live, has_live, query, weight, **options)
+
+    return values_and_gradients_of(run, cotangents, *inputs)
+
+
+def values_and_gradients_of(fn, cotangents, *args):
+    out, vjp = jax.vjp(fn, *args)
+    return *out, *vjp(tuple(c.astype(x.dtype) for c, x in zip(cotangents, out, strict=True)))
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize(
+    ("tokens", "adds", "has_live", "sealed"),
+    [(150, True, True, True), (19, False, True, True), (19, False, False, True), (1, True, True, False)],
+    ids=["update", "no-update", "right-after-a-seal", "nothing-sealed"],
+)
+def test_sum_read_and_norm_in_one_against_float64(body, tokens, adds, has_live, sealed):
+    inputs, cotangents = read_norm_inputs(tokens, adds=adds, sealed=sealed)
+    found = jax.jit(lambda *x: read_norm_gradients(body, has_live, *x))(inputs, cotangents)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (inputs, cotangents))
+        expected = read_norm_gradients("reference", has_live, *exact)
+    assert len(jax.tree.leaves(found)) == 7 + adds
+    for ours, truth in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, truth, rtol=1e-4, atol=2e-6 * max(1.0, float(np.abs(truth).max())))
+
+
+def test_bfloat16_sum_and_norm_round_as_the_layer_does():
+    inputs, cotangents = read_norm_inputs(40, adds=True, sealed=True, dtype=jnp.bfloat16)
+    summed, normed, *gradients = jax.jit(lambda *x: read_norm_gradients("tpu", True, *x))(inputs, cotangents)
+    mixed, log_sum_exp, live, update, query, weight = inputs
+    np.testing.assert_array_equal(summed, live + update)
+    with jax.enable_x64(True):
+        exact = [np.asarray(x, np.float64) for x in (mixed, log_sum_exp, summed)]
+        tail = [np.asarray(x, np.float64) for x in (query, weight)]
+        wide = [np.asarray(x, np.float64) for x in cotangents]
+        _, expected, *expected_gradients = read_norm_gradients("reference", True, (*exact, None, *tail), wide)
+    assert relative(normed, expected) < 4e-3  # two roundings, of the norm and of its product with the weight
+    d_mixed, d_log_sum_exp, d_live, d_update, d_query, d_weight = gradients
+    np.testing.assert_array_equal(d_live, d_update)
+    found = d_mixed, d_log_sum_exp, d_live, d_query, d_weight
+    for ours, truth in zip(found, jax.tree.leaves(expected_gradients), strict=True):
+        assert relative(ours, truth) < 5e-3
+
+
 def test_what_the_tpu_body_does_not_support_is_refused():
     bank, queries, _ = inputs(9, 9, 4)
     with pytest.raises(NotImplementedError, match=r"width 256 .* the number of snapshots 9 at most 8"):
@@ -111,3 +188,8 @@ def test_what_the_tpu_body_does_not_support_is_refused():
     bank, queries, _ = inputs(2, 2, 4, width=96)
     with pytest.raises(NotImplementedError, match="width 96 must be a multiple of 256"):
         read_bank(bank, 2, queries, eps=EPS, implementation="tpu")
+    (mixed, log_sum_exp, live, *_), _ = read_norm_inputs(4, adds=False, sealed=True, width=96)
+    with pytest.raises(NotImplementedError, match="width 96 must be a multiple of 128"):
+        read_norm(
+            BankRead(mixed, log_sum_exp), live, True, live[0], live[0], eps=EPS, norm_eps=EPS, implementation="tpu"
+        )

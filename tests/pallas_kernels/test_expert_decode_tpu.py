@@ -133,7 +133,8 @@ def product(rows, codes, scales, *, body, words):
         if body.few:
             out[:8] = tpu_decode._few_product(body, left, codes, scales, depth, words)
         else:
-            out[...] = tpu_decode._many_product(body, left, codes, scales, exponents, depth, words, True)
+            total, factor = tpu_decode._many_product(body, left, codes, scales, exponents, depth, words, True)
+            out[...] = total * factor
 
     scratch = [pltpu.VMEM((8 * body.rows if body.few else body.rows, depth), jnp.bfloat16)]
     scratch.append(pltpu.VMEM((depth // 128, columns), jnp.uint32))

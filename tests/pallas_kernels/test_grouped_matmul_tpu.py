@@ -294,3 +294,21 @@ def test_tokens_rounded_before_dispatch_are_not_rounded_again(body):
     unrounded = mlp(rows, packed, row_weights, sizes, body=body, activations="mxfp8_hidden")
     np.testing.assert_array_equal(float64(each_row), float64(before))
     assert distance(unrounded, float64(before)) > 0.01
+
+
+@jax.jit
+def product_and_gradient(rows, w, sizes):
+    out, pull = jax.vjp(lambda rows: grouped_matmul(rows, w, sizes, implementation="tpu"), rows)
+    return out, *pull(jnp.ones_like(out))
+
+
+def test_one_product_with_mxfp4_experts_and_its_gradient_are_near_float64():
+    sizes, w = np.array(GROUPS["rows past the end"], np.int32), mxfp4_experts()[0]
+    used, hot, exact = sizes.sum(), one_hot(sizes), dequantize(w, "float64")
+    rows = jnp.asarray(np.random.default_rng(9).normal(size=(ROWS, L)), jnp.bfloat16)
+    stack = jax.tree.map(lambda leaf: jnp.stack([0 * leaf, leaf]), decode_layout(w))
+    got, gradient = product_and_gradient(rows.at[used:].set(jnp.nan), stack.at_layer(jnp.int32(1)), jnp.asarray(sizes))
+    want = np.einsum("me,mk,enk->mn", hot, float64(rows), exact, optimize=True)
+    assert distance(got, want) < 2**-8
+    assert distance(gradient, np.einsum("me,enk->mk", hot, exact, optimize=True)) < 2**-7
+    assert (np.asarray(got[used:], np.float32) == 0).all()

@@ -37,15 +37,16 @@ def softmax_attention(q, k, v, visible, scale):
     return output, log_sum_exp, scores.max((1, 3))
 
 
-def causal_in_segments(length, ids):
-    visible = np.tril(np.ones((length, length), bool))[None]
-    return visible if ids is None else visible & (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, None]
+def causal_in_segments(batch, length, ids, *, keys=None, kv_ids=None, offset=0):
+    """What queries from position `offset` on see, [batch, length, keys]."""
+    keys, kv_ids = keys or length, ids if kv_ids is None else kv_ids
+    visible = np.broadcast_to(np.arange(keys) <= np.arange(length)[:, None] + offset, (batch, length, keys))
+    return visible if ids is None else visible & (ids[:, :, None] == kv_ids[:, None]) & (kv_ids >= 0)[:, None]
 
 
-def gradients(q, k, v, ids, d_output, d_lse, scale):
+def gradients(q, k, v, visible, d_output, d_lse, scale):
     """Of sum(output * d_output) + sum(lse * d_lse), in float64, from the formulas of the softmax."""
     q, k, v, d_output = (np.asarray(x, np.float64) for x in (q, k, v, d_output))
-    visible = np.broadcast_to(causal_in_segments(q.shape[1], ids), (len(q), q.shape[1], q.shape[1]))
     output, log_sum_exp, _ = softmax_attention(q, k, v, visible, scale)
     log_sum_exp = np.where(np.isinf(log_sum_exp), 0, log_sum_exp)
     scores = np.where(visible[:, :, None], np.einsum("bthk,bshk->bths", q, k) * scale, -np.inf)
@@ -68,14 +69,14 @@ def relative(actual, expected):
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
-def attend(q, k, v, ids, implementation):
-    return attention(q, k, v, segment_ids=ids, implementation=implementation)
+def attend(q, k, v, ids, implementation, **chunk):
+    return attention(q, k, v, segment_ids=ids, implementation=implementation, **chunk)
 
 
 @functools.partial(jax.jit, static_argnames="implementation")
-def attend_gradients(q, k, v, ids, d_output, d_lse, implementation):
+def attend_gradients(q, k, v, ids, d_output, d_lse, implementation, **chunk):
     def loss(q, k, v):
-        out = attention(q, k, v, segment_ids=ids, implementation=implementation)
+        out = attention(q, k, v, segment_ids=ids, implementation=implementation, **chunk)
         lse = jnp.where(jnp.isfinite(out.log_sum_exp), out.log_sum_exp, 0)
         return jnp.sum(out.output * d_output) + jnp.sum(lse * d_lse)
 
@@ -102,14 +103,36 @@ def test_attention_and_its_gradients_equal_float64(implementation, length, ids):
     q, k, v = qkv(rng, 2, length)
     d_output, d_lse = normal(rng, 2, length, 2, 16), normal(rng, 2, length, 2)
     out = attend(q, k, v, ids, implementation)
-    visible = np.broadcast_to(causal_in_segments(length, ids), (2, length, length))
+    visible = causal_in_segments(2, length, ids)
     output, log_sum_exp, max_logit = softmax_attention(q, k, v, visible, 24**-0.5)
     assert relative(out.output, output) < 1e-6
     np.testing.assert_allclose(out.log_sum_exp, log_sum_exp, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(out.max_logit, max_logit, rtol=1e-5)
     got = attend_gradients(q, k, v, ids, d_output, d_lse, implementation)
-    for actual, expected in zip(got, gradients(q, k, v, ids, d_output, d_lse, 24**-0.5), strict=True):
+    for actual, expected in zip(got, gradients(q, k, v, visible, d_output, d_lse, 24**-0.5), strict=True):
         assert relative(actual, expected) < 2e-6
+
+
+@pytest.mark.parametrize("implementation", BODIES)
+def test_the_largest_logit_is_that_of_real_tokens(implementation):
+    """All are negative here, where the zeros that fill a tile would give 0; in a checkpointed scan of two layers."""
+    rng, length = np.random.default_rng(13), 150
+    _, k, v = qkv(rng, 1, length, 1, 192, 128, jnp.bfloat16)
+    k, q = jnp.abs(k), -jnp.abs(normal(rng, 2, *k.shape, dtype=jnp.bfloat16))
+
+    def layer(v, q):
+        out = attention(q, k, v, implementation=implementation)
+        return out.output, out.max_logit
+
+    def loss(v):
+        v, max_logit = jax.lax.scan(jax.checkpoint(layer), v, q)
+        return jnp.sum(v.astype(jnp.float32)), max_logit
+
+    _, found = jax.jit(jax.grad(loss, has_aux=True))(v)
+    visible = causal_in_segments(1, length, None)
+    expected = np.stack([softmax_attention(x, k, v, visible, 192**-0.5)[2] for x in q])
+    assert expected.max() < -0.1
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", BODIES)
@@ -125,8 +148,72 @@ def test_padding_may_hold_nan(implementation):
         np.testing.assert_array_equal(actual, expected)
     clean = jnp.where(padding, 0, d_output)
     got = attend_gradients(*poisoned, SHORT, clean, d_lse, implementation)
-    for actual, expected in zip(got, gradients(q, k, v, SHORT, clean, d_lse, 24**-0.5), strict=True):
+    visible = causal_in_segments(2, 17, SHORT)
+    for actual, expected in zip(got, gradients(q, k, v, visible, clean, d_lse, 24**-0.5), strict=True):
         assert relative(actual, expected) < 2e-6
+
+
+@pytest.mark.parametrize("implementation", BODIES)
+def test_a_wide_output_keeps_what_all_values_share_out_of_the_gradients(implementation):
+    """It cancels in the scores' gradients, exactly only if the output is not rounded (from bfloat16: 0.14)."""
+    rng = np.random.default_rng(12)
+    q, k, v = qkv(rng, 1, 256, 1, 192, 128, jnp.bfloat16)
+    v = (0.05 * v + 4 * jnp.sign(normal(rng, 1, 1, 1, 128))).astype(jnp.bfloat16)
+    d_output = normal(rng, *v.shape)
+
+    @jax.jit
+    def run(q, k, v):
+        attend = functools.partial(attention, output_dtype=jnp.float32, implementation=implementation)
+        output, pull = jax.vjp(lambda *x: attend(*x).output, q, k, v)
+        return output, pull(d_output)
+
+    output, got = run(q, k, v)
+    assert output.dtype == jnp.float32
+    visible = causal_in_segments(1, 256, None)
+    for actual, expected in zip(got, gradients(q, k, v, visible, d_output, 0.0, 192**-0.5), strict=True):
+        assert relative(actual, expected) < 0.05
+
+
+CHUNK = 70  # queries of a device; the keys of all devices are gathered
+
+
+@pytest.mark.parametrize("implementation", BODIES)
+@pytest.mark.parametrize("ids", [None, PACKED], ids=["one-document", "packed-with-holes"])
+@pytest.mark.parametrize("offset", [0, 33, 80, 128, -30])
+def test_a_chunk_of_queries_attends_to_gathered_keys(implementation, ids, offset):
+    """Where the chunk begins is traced; behind the last key and before the first it sees less, or nothing."""
+    rng = np.random.default_rng(9)
+    q, k, v = qkv(rng, 2, 150)
+    q, d_output, d_lse = q[:, :CHUNK], normal(rng, 2, CHUNK, 2, 16), normal(rng, 2, CHUNK, 2)
+    of_chunk = (
+        None if ids is None else np.pad(ids, ((0, 0), (30, CHUNK)), constant_values=-1)[:, 30 + offset :][:, :CHUNK]
+    )
+    chunk = {"kv_segment_ids": ids, "q_offset": jnp.int32(offset)}
+    out = attend(q, k, v, of_chunk, implementation, **chunk)
+    visible = causal_in_segments(2, CHUNK, of_chunk, keys=150, kv_ids=ids, offset=offset)
+    output, log_sum_exp, max_logit = softmax_attention(q, k, v, visible, 24**-0.5)
+    assert relative(out.output, output) < 1e-6
+    np.testing.assert_allclose(out.log_sum_exp, log_sum_exp, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out.max_logit, max_logit, rtol=1e-5)
+    got = attend_gradients(q, k, v, of_chunk, d_output, d_lse, implementation, **chunk)
+    for actual, expected in zip(got, gradients(q, k, v, visible, d_output, d_lse, 24**-0.5), strict=True):
+        assert relative(actual, expected) < 2e-6
+
+
+@pytest.mark.parametrize("implementation", BODIES)
+def test_more_queries_than_keys_see_no_added_key(implementation):
+    q, k, v = qkv(np.random.default_rng(10), 1, 130)
+    out = attend(q, k[:, :70], v[:, :70], None, implementation)
+    expected = softmax_attention(q, k[:, :70], v[:, :70], causal_in_segments(1, 130, None, keys=70), 24**-0.5)
+    assert relative(out.output, expected[0]) < 1e-6
+
+
+def test_segments_of_keys_alone_are_refused():
+    q, k, v = qkv(np.random.default_rng(11), 2, 17)
+    with pytest.raises(ValueError, match="kv_segment_ids needs segment_ids"):
+        attention(q, k, v, kv_segment_ids=SHORT)
+    with pytest.raises(ValueError, match=r"kv_segment_ids has shape \(2, 17\); k asks for \(2, 9\)"):
+        attention(q, k[:, :9], v[:, :9], segment_ids=SHORT)
 
 
 # Prefill against a cache
@@ -350,7 +437,9 @@ def test_pages_spread_over_devices_merge_to_the_whole(implementation, holder):
 
 def test_shapes_that_do_not_fit_are_refused_with_the_numbers():
     q, k, v = qkv(np.random.default_rng(7), 1, 4)
-    with pytest.raises(ValueError, match=r"k has shape \(1, 3, 2, 24\); q asks for \(1, 4, 2, 24\)"):
+    with pytest.raises(ValueError, match=r"k has shape \(1, 4, 1, 24\); q asks for \(1, 4, 2, 24\)"):
+        attention(q, k[:, :, :1], v)
+    with pytest.raises(ValueError, match=r"v has shape \(1, 4, 2, 16\); k asks for \(1, 3, 2, 16\)"):
         attention(q, k[:, :3], v)
     with pytest.raises(ValueError, match=r"segment_ids has shape \(1, 3\)"):
         attention(q, k, v, segment_ids=np.zeros((1, 3), np.int32))

@@ -44,11 +44,47 @@ def test_attention_and_its_gradients_equal_float64(ids):
         return out, pull((d_output, d_lse))
 
     (output, log_sum_exp), got = run(q, k, v)
-    visible = oracle.causal_in_segments(150, ids)
+    visible = oracle.causal_in_segments(1, 150, ids)
     expected = oracle.softmax_attention(q, k, v, visible, SCALE)
     assert oracle.relative(output, expected[0]) < ROUNDING
     np.testing.assert_allclose(log_sum_exp, expected[1], rtol=1e-5, atol=1e-5)
-    for actual, right in zip(got, oracle.gradients(q, k, v, ids, d_output, d_lse, SCALE), strict=True):
+    for actual, right in zip(got, oracle.gradients(q, k, v, visible, d_output, d_lse, SCALE), strict=True):
+        assert oracle.relative(actual, right) < ROUNDING
+
+
+def test_the_largest_logit_is_that_of_real_tokens():
+    oracle.test_the_largest_logit_is_that_of_real_tokens("tpu")
+
+
+def test_a_wide_output_keeps_what_all_values_share_out_of_the_gradients():
+    oracle.test_a_wide_output_keeps_what_all_values_share_out_of_the_gradients("tpu")
+
+
+@functools.partial(jax.jit, static_argnames="packed")
+def chunk(q, k, v, ids, kv_ids, offset, d_output, d_lse, packed):
+    segments = {"segment_ids": ids, "kv_segment_ids": kv_ids} if packed else {}
+    attend = functools.partial(attention, q_offset=offset, implementation="tpu", **segments)
+    out, pull = jax.vjp(lambda *x: attend(*x)[:2], q, k, v)
+    return *out, attend(q, k, v).max_logit, pull((d_output, d_lse))
+
+
+@pytest.mark.parametrize(("packed", "offset"), [(False, 0), (False, 100), (False, 200), (False, -150), (True, 60)])
+def test_a_chunk_of_queries_attends_to_gathered_keys(packed, offset, monkeypatch):
+    """Two spans of queries both ways; the kernels' grids end with the last pair of tiles that the offset leaves."""
+    monkeypatch.setattr(tpu_attention, "PAIRS", 3)
+    q, k, v = qkv(300)
+    rng, length = np.random.default_rng(4), 140
+    ids = np.int32([[0] * 90 + [1] * 130 + [-1] * 30 + [2] * 50])
+    of_chunk, q = ids[:, 60 : 60 + length], q[:, :length]
+    d_output, d_lse = oracle.normal(rng, 1, length, 1, 128, dtype=jnp.bfloat16), oracle.normal(rng, 1, length, 1)
+    *out, got = chunk(q, k, v, of_chunk, ids, jnp.int32(offset), d_output, d_lse, packed)
+    segments = (of_chunk, ids) if packed else (None, None)
+    visible = oracle.causal_in_segments(1, length, segments[0], keys=300, kv_ids=segments[1], offset=offset)
+    expected = oracle.softmax_attention(q, k, v, visible, SCALE)
+    assert oracle.relative(out[0], expected[0]) < ROUNDING
+    for actual, right in zip(out[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(actual, right, rtol=1e-5, atol=1e-5)
+    for actual, right in zip(got, oracle.gradients(q, k, v, visible, d_output, d_lse, SCALE), strict=True):
         assert oracle.relative(actual, right) < ROUNDING
 
 
@@ -66,7 +102,9 @@ def test_works_in_a_checkpointed_scan_and_in_shard_map():
         return jnp.sum(v.astype(jnp.float32)), v
 
     gradient, twice = jax.jit(jax.grad(loss, has_aux=True))(v)
-    weights = oracle.softmax_attention(q, k, np.eye(20)[None, :, None], oracle.causal_in_segments(20, None), SCALE)[0]
+    weights = oracle.softmax_attention(q, k, np.eye(20)[None, :, None], oracle.causal_in_segments(1, 20, None), SCALE)[
+        0
+    ]
     both = np.linalg.matrix_power(weights[0, :, 0], 2)
     assert oracle.relative(twice[0, :, 0], both @ np.float64(v[0, :, 0])) < 2 * ROUNDING
     assert oracle.relative(gradient[0, :, 0], np.tile(both.sum(0)[:, None], 128)) < 2 * ROUNDING

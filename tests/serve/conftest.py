@@ -8,8 +8,8 @@ import pytest
 
 from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from k3jax.nn.transformer import Transformer
-from k3jax.serve.engine import Engine
-from k3jax.serve.sampler import Logprobs, Sampled, Sampling
+from k3jax.serve.engine import Chunk, Engine, Sizes
+from k3jax.serve.sampler import Logprobs, Sampled
 from k3jax.text import Tokenizer
 
 BYTES = Tokenizer.bytes()
@@ -49,55 +49,99 @@ def compile_messages() -> list[str]:
 
 @pytest.fixture(scope="session")
 def engine(model: Transformer, compile_messages: list[str]) -> Engine:
-    return Engine(model, slots=3, max_context=96, prefill_chunk=8, max_top_logprobs=4, report=compile_messages.append)
+    sizes = Sizes.of(model.config, slots=3, max_context=96, prefill_chunk=8, snapshot_bytes=2**17)
+    return Engine(model, sizes, max_top_logprobs=4, report=compile_messages.append)
 
 
 class TableEngine:
     """Answers each prompt with `reply(prompt)` byte by byte, then the end id; a reply of None gives NaN logits.
 
-    `calls` counts prefill chunks and decode steps.
+    Its memory is what an engine's is: a state for each slot (the tokens read so far) and tokens in pages, which a
+    sequence must have left there whole. `calls` counts prefill chunks and decode steps, `fed` is what the former read.
     """
 
-    def __init__(self, reply: Callable[[bytes], bytes | None], *, slots: int = 3, prefill_chunk: int = 4) -> None:
-        self.slots, self.prefill_chunk = slots, prefill_chunk
+    def __init__(
+        self,
+        reply: Callable[[bytes], bytes | None],
+        *,
+        slots: int = 3,
+        prefill_chunk: int = 4,
+        page: int = 2,
+        pages: int = 1000,
+        snapshots: int = 0,
+        prefill_rows: int = 1,
+    ) -> None:
+        self.sizes = Sizes(
+            slots=slots,
+            snapshots=snapshots,
+            pages=pages,
+            page=page,
+            table_width=min(pages - 1, 256),
+            prefill_chunk=prefill_chunk,
+            prefill_rows=prefill_rows,
+        )
         self._reply = reply
+        self._states: list[list[int]] = [[] for _ in range(slots + snapshots)]
         self._prompts: list[list[int]] = [[] for _ in range(slots)]
-        self._generated = [0] * slots
+        self._pages: list[list[int]] = [[-1] * page for _ in range(pages)]
         self.calls = {"prefill": 0, "decode": 0}
         self.fed: list[tuple[int, tuple[int, ...]]] = []
 
-    def prefill(
+    def vocabulary_bits(self, tokens: Sequence[int]) -> np.ndarray:
+        return np.asarray(sorted(set(tokens)))
+
+    def prefill(self, chunks: Sequence[Chunk], *, logprobs: bool) -> Sampled:
+        assert 1 <= len(chunks) <= self.sizes.prefill_rows
+        self.calls["prefill"] += 1
+        for chunk in chunks:
+            assert 1 <= len(chunk.tokens) <= self.sizes.prefill_chunk
+            assert chunk.start % self.sizes.prefill_chunk == 0
+            self.fed.append((chunk.slot, tuple(chunk.tokens)))
+            if chunk.start == 0:
+                self._states[chunk.slot] = []
+            self._read(chunk.slot, chunk.start, chunk.tokens, chunk.pages)
+            self._prompts[chunk.slot] = list(self._states[chunk.slot])
+        return self._sampled([self._next(chunk.slot) for chunk in chunks])
+
+    def decode(
         self,
-        slot: int,
-        tokens: Sequence[int],
-        sampling: Sampling,
+        tokens: np.ndarray,
+        length: np.ndarray,
+        page_table: np.ndarray,
         *,
-        fresh: bool,
         logprobs: bool,
         allowed: np.ndarray | None = None,
     ) -> Sampled:
-        assert 1 <= len(tokens) <= self.prefill_chunk
-        assert fresh or self._prompts[slot]
-        self.calls["prefill"] += 1
-        self.fed.append((slot, tuple(tokens)))
-        self._prompts[slot] = [*([] if fresh else self._prompts[slot]), *tokens]
-        self._generated[slot] = 0
-        return self._sampled([self._next(slot)])
-
-    def decode(
-        self, tokens: np.ndarray, active: np.ndarray, *, logprobs: bool, allowed: np.ndarray | None = None
-    ) -> Sampled:
         self.calls["decode"] += 1
-        for slot in np.flatnonzero(active):
+        for slot in np.flatnonzero(length):
             assert tokens[slot] == self._next(slot), "the token fed must be the one sampled before"
-            self._generated[slot] += 1
-        return self._sampled([self._next(slot) if active[slot] else None for slot in range(self.slots)])
+            self._read(slot, int(length[slot]), [int(tokens[slot])], page_table[slot])
+        return self._sampled([self._next(slot) if length[slot] else None for slot in range(self.sizes.slots)])
+
+    def copy(self, source: int, target: int) -> None:
+        self._states[target] = list(self._states[source])
+
+    def clear(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._pages[page] = [-1] * self.sizes.page
+
+    def _read(self, slot: int, start: int, tokens: Sequence[int], pages: np.ndarray) -> None:
+        size, state = self.sizes.page, self._states[slot]
+        assert len(state) == start, "the state must be that after exactly the tokens before"
+        for position, token in enumerate(tokens, start=start):
+            page = pages[position // size]
+            assert page > 0, "a token needs a page, and page 0 is nobody's"
+            self._pages[page][position % size] = token
+            state.append(token)
+        held = [self._pages[pages[at // size]][at % size] for at in range(len(state))]
+        assert held == state, "the pages must hold the whole sequence"
 
     def _next(self, slot: int) -> int | None:
-        reply = self._reply(BYTES.decode_bytes(self._prompts[slot]))
+        prompt, generated = self._prompts[slot], len(self._states[slot]) - len(self._prompts[slot])
+        reply = self._reply(BYTES.decode_bytes(prompt))
         if reply is None:
             return None
-        return reply[self._generated[slot]] if self._generated[slot] < len(reply) else 257
+        return reply[generated] if generated < len(reply) else 257
 
     def _sampled(self, tokens: list[int | None]) -> Sampled:
         ids = np.asarray([0 if token is None else token for token in tokens], np.int32)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.serve.engine import Engine
-from k3jax.serve.sampler import Sampling
+from k3jax.serve.engine import Chunk, Engine
+from k3jax.serve.sampler import Sampling, token_bits
 from k3jax.serve.scheduler import Event, Request, Scheduler
 
 LENGTHS = (1, 7, 8, 9, 16, 17, 40, 90)  # around one and two chunks of 8, and up to the context of 96
@@ -139,9 +139,7 @@ def test_a_poisoned_slot_ends_its_request_and_is_clean_for_the_next(engine) -> N
     for _ in range(3):
         for event in scheduler.step():
             events[event.request.key].append(event)
-    cache = engine._cache
-    poison = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int32 else jnp.full_like(leaf, jnp.nan), cache.row(1))
-    engine._cache = cache.with_row(1, poison)
+    poison(engine, slots=[1], pages=scheduler._table[1])
     while scheduler.num_running:
         for event in scheduler.step():
             events[event.request.key].append(event)
@@ -151,34 +149,73 @@ def test_a_poisoned_slot_ends_its_request_and_is_clean_for_the_next(engine) -> N
     assert tokens(run(engine, submitted)) == expected
 
 
-def test_slots_without_a_token_stay_bit_equal(engine) -> None:
+def test_poison_in_everything_that_nobody_holds_reaches_nobody(engine) -> None:
+    submitted = requests((9, 16, 40), temperature=0.0)
+    expected = tokens(run(engine, submitted))
+    poison(engine, slots=range(3), pages=np.arange(1, engine.sizes.pages))
+    assert tokens(run(engine, submitted)) == expected
+
+
+def poison(engine: Engine, *, slots, pages) -> None:
+    """Fill what slots and pages hold with NaN."""
+    pools, pages = engine._pools, np.asarray([page for page in pages if page >= 0])
+    engine._pools = dataclasses.replace(
+        pools,
+        state=pools.state.at[:, np.asarray(slots)].set(jnp.nan),
+        history=pools.history.at[:, np.asarray(slots)].set(jnp.nan),
+        pages=jax.tree.map(lambda x: x.at[:, pages].set(jnp.nan), pools.pages),
+    )
+
+
+def test_rows_without_a_token_leave_the_pools_bit_equal(engine) -> None:
     run(engine, requests((20, 30, 40)))
-    before = jax.device_get([engine._cache.row(slot) for slot in (0, 2)])
-    engine.decode(np.asarray([1, 2, 3], np.int32), np.asarray([False, True, False]), logprobs=False)
-    after = jax.device_get([engine._cache.row(slot) for slot in (0, 2)])
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(old, new)
+    before = jax.device_get(engine._pools)
+    table = np.arange(1, 37, dtype=np.int32).reshape(3, 12)
+    engine.decode(np.asarray([1, 2, 3], np.int32), np.asarray([0, 9, 0], np.int32), table, logprobs=False)
+    after = jax.device_get(engine._pools)
+    np.testing.assert_array_equal(np.delete(before.state, 1, axis=1), np.delete(after.state, 1, axis=1))
+    np.testing.assert_array_equal(np.delete(before.history, 1, axis=1), np.delete(after.history, 1, axis=1))
+    written = table[1, 9 // engine.sizes.page]
+    for old, new in zip(jax.tree.leaves(before.pages), jax.tree.leaves(after.pages), strict=True):
+        np.testing.assert_array_equal(np.delete(old, written, axis=1), np.delete(new, written, axis=1))
+    engine.decode(np.asarray([1, 2, 3], np.int32), np.zeros(3, np.int32), table, logprobs=False)
+    engine.prefill([], logprobs=False)
+    jax.tree.map(np.testing.assert_array_equal, after, jax.device_get(engine._pools))
 
 
-def test_the_pool_is_updated_in_place(engine) -> None:
+def chunk(slot: int, ids: list[int]) -> Chunk:
+    pages = np.full(12, -1, np.int32)
+    pages[0] = 1
+    seen = token_bits(ids, 512)
+    return Chunk(slot=slot, start=0, tokens=ids, pages=pages, seen=seen, sampling=Sampling())
+
+
+def test_the_pools_are_updated_in_place(engine) -> None:
+    table = np.full((3, 12), -1, np.int32)
     for step in (
-        lambda: engine.prefill(1, [5, 6], Sampling(), fresh=True, logprobs=False),
-        lambda: engine.decode(np.zeros(3, np.int32), np.ones(3, bool), logprobs=False),
+        lambda: engine.prefill([chunk(1, [5, 6])], logprobs=False),
+        lambda: engine.decode(np.zeros(3, np.int32), np.zeros(3, np.int32), table, logprobs=False),
+        lambda: engine.copy(1, 2),
+        lambda: engine.clear([1]),
     ):
-        before = jax.tree.leaves(engine._cache)
+        before = jax.tree.leaves(engine._pools)
+        pointers = {leaf.unsafe_buffer_pointer() for leaf in before}
         step()
         assert all(leaf.is_deleted() for leaf in before)
+        assert {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine._pools)} == pointers
 
 
 @pytest.mark.parametrize("slot", [-1, 3])
 def test_a_slot_that_does_not_exist_is_refused_not_clipped(engine, slot: int) -> None:
-    before = jax.device_get(engine._cache)
+    before = jax.device_get(engine._pools)
     with pytest.raises(IndexError, match=f"slot {slot} of 3"):
-        engine.prefill(slot, [1, 2], Sampling(), fresh=True, logprobs=False)
-    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(engine._cache))
+        engine.prefill([chunk(slot, [1, 2])], logprobs=False)
+    with pytest.raises(IndexError, match="slot"):
+        engine.copy(0, slot if slot < 0 else 3 + engine.sizes.snapshots)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(engine._pools))
 
 
-def test_both_programs_are_compiled_before_the_first_request(engine, compile_messages, caplog) -> None:
+def test_all_programs_are_compiled_before_the_first_request(engine, compile_messages, caplog) -> None:
     assert compile_messages == ["compiling prefill [1, 8]", "compiling decode [3, 1]"]
     with jax.log_compiles():
         run(engine, requests((3, 20), temperature=0.5, top_p=0.9, top_k=4))

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.serve.sampler import History, Sampled, Sampling, SamplingRows, all_allowed, row_keys, sample
+from k3jax.serve.sampler import History, Sampled, Sampling, SamplingRows, all_allowed, row_keys, sample, token_bits
 
 RNG = np.random.default_rng(0)
 LOGITS = np.log(np.asarray([0.4, 0.3, 0.15, 0.1, 0.05], np.float32)) + 3.0
 _sample = jax.jit(sample, static_argnames="top")
-_add = jax.jit(lambda history, *arguments, generated: history.add(*arguments, generated=generated))
+_begin = jax.jit(History.begin)
+_add = jax.jit(History.add)
 
 
 def draw(
@@ -22,20 +23,19 @@ def draw(
 ) -> Sampled:
     batch, vocab = logits.shape
     position = jnp.asarray(positions or [0] * batch, jnp.int32)
-    history = history or History.zeros(batch=batch, vocab=vocab)
+    history = history or History.zeros(slots=batch, vocab=vocab)
     allowed = all_allowed(batch, vocab) if allowed is None else allowed
     return jax.device_get(_sample(jnp.asarray(logits), SamplingRows.of(samplings), history, allowed, position, top=3))
 
 
 def histories(prompts: list[list[int]], generated: list[list[int]], vocab: int) -> History:
-    """Fed as an engine does: the prompt in chunks, then one token at a time; rows at different lengths."""
-    history = History.zeros(batch=len(prompts), vocab=vocab)
-    for lists, is_generated, width in ((prompts, False, 3), (generated, True, 1)):
-        for start in range(0, max(map(len, lists)), width):
-            chunks = [tokens[start : start + width] for tokens in lists]
-            padded = np.asarray([[*chunk, *[0] * (width - len(chunk))] for chunk in chunks], np.int32)
-            lengths = np.asarray([len(chunk) for chunk in chunks], np.int32)
-            history = _add(history, padded, lengths, generated=np.full(padded.shape, is_generated))
+    """Fed as an engine does: the prompt, then one token at a time; rows at different lengths."""
+    slots = np.arange(len(prompts))
+    history = History.zeros(slots=len(prompts), vocab=vocab)
+    history = _begin(history, slots, np.stack([token_bits(prompt, vocab) for prompt in prompts]))
+    for step in range(max(map(len, generated))):
+        tokens = np.asarray([row[step] if step < len(row) else 0 for row in generated], np.int32)
+        history = _add(history, tokens, np.where([step < len(row) for row in generated], slots, -1))
     return history
 
 
@@ -146,7 +146,8 @@ def test_penalties_change_no_reported_logprob() -> None:
 
 def test_a_history_counts_each_row_by_itself() -> None:
     history = jax.device_get(histories([[1, 2], [3], [4, 4], [], [], []], [[1], [], [0, 0], [], [], []], 12))
-    assert [np.flatnonzero(row).tolist() for row in history.prompt] == [[1, 2], [3], [4], [], [], []]
+    seen = np.unpackbits(history.prompt.view(np.uint8), axis=1, bitorder="little")
+    assert [np.flatnonzero(row).tolist() for row in seen] == [[1, 2], [3], [4], [], [], []]
     assert np.argwhere(history.generated).tolist() == [[0, 1], [2, 0]]
     assert (history.generated[0, 1], history.generated[2, 0]) == (1, 2)
 

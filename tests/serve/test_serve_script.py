@@ -142,7 +142,8 @@ def test_a_rerun_with_another_recipe_is_refused_before_anything_is_written(main,
         batch.summary.interrupted = True
         return batch.summary
 
-    monkeypatch.setattr("k3jax.serve.run.Engine", lambda *arguments, **options: None)
+    for name in ("Engine", "Scheduler"):
+        monkeypatch.setattr(f"k3jax.serve.run.{name}", lambda *arguments, **options: None)
     monkeypatch.setattr("k3jax.serve.run.Batch.run", interrupted)
     assert main(*arguments(folder, output="kept.jsonl")) == 75
     kept = (folder / "kept.jsonl").read_bytes()

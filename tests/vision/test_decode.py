@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from k3jax.vision import ImageError, Prepared, open_image, prepare_images
+from k3jax.vision import ImageError, ahead, image_size_of, open_image, prepare
 from k3jax.vision.decode import MAX_BYTES
 
 RED, BLUE = (250, 0, 0), (0, 0, 250)
@@ -60,15 +60,28 @@ def test_a_hostile_file_gives_one_line(name: str) -> None:
 
 def test_hostile_files_leave_others_unharmed_and_in_order() -> None:
     sources = [data for pair in HOSTILE.values() for data in (pair[0], file_of(NOISE))]
-    results = list(prepare_images(sources, workers=3))
-    assert all(isinstance(result, ImageError) for result in results[::2])
-    for result in results[1::2]:
-        assert isinstance(result, Prepared) and (result.size, result.grid) == ((50, 60), (1, 6, 4))
+    results = list(ahead(prepare, sources, workers=3))
+    assert [source for source, _ in results] == sources
+    assert all(isinstance(result.exception(), ImageError) for _, result in results[::2])
+    for _, result in results[1::2]:
+        assert (result.result().size, result.result().grid) == ((50, 60), (1, 6, 4))
+
+
+def test_work_ahead_is_bounded_and_ends_with_its_reader() -> None:
+    begun: list[int] = []
+    reader = ahead(begun.append, range(1000), workers=2)
+    for expected in range(3):
+        item, result = next(reader)
+        result.result()
+        assert item == expected
+    reader.close()
+    assert len(begun) <= 3 + 2 * 2
 
 
 def test_the_size_is_that_before_resizing() -> None:
-    (result,) = prepare_images([file_of(Image.new("L", (100_000, 1)))])
-    assert isinstance(result, Prepared) and (result.size, result.grid) == ((100_000, 1), (1, 2, 512))
+    data = file_of(Image.new("L", (100_000, 1)))
+    result = prepare(data)
+    assert (result.size, result.grid) == (image_size_of(data), (1, 2, 512)) == ((100_000, 1), (1, 2, 512))
 
 
 def test_a_missing_file_and_a_wrong_extension(tmp_path: Path) -> None:

@@ -17,6 +17,12 @@ def item(number: int, grid: Grid) -> tuple[Patches, Grid]:
     return patches, grid
 
 
+def bucket_of(packed: Packed) -> int:
+    """The shortest row that holds what the fullest one has."""
+    fullest = int(np.prod(packed.grids, axis=-1).sum(axis=-1).max())
+    return next(bucket for bucket in BUCKETS if bucket >= fullest)
+
+
 def as_features(packed: Packed) -> np.ndarray:
     """What a tower would return if a token said which item it belongs to and which of its tokens it is."""
     features = np.full((len(packed.patches), packed.patches.shape[1] // 4, 2), -1)
@@ -36,7 +42,7 @@ def as_features(packed: Packed) -> np.ndarray:
 )
 def test_features_come_back_in_order(grids: tuple[Grid, ...], rows: int) -> None:
     packed = pack([item(number, grid) for number, grid in enumerate(grids)], rows=rows)
-    assert packed.patches.shape == (rows, 1024, 3, 14, 14)
+    assert packed.patches.shape == (rows, bucket_of(packed), 3, 14, 14)
     for number, (features, grid) in enumerate(zip(packed.split(as_features(packed)), grids, strict=True)):
         assert features[:, 0].tolist() == [number] * (grid[1] * grid[2] // 4)
         assert features[:, 1].tolist() == list(range(len(features)))

@@ -1,0 +1,222 @@
+"""What each of K3's ideas is worth at small scale: a sibling of about 60 M parameters with one of them taken away.
+
+Every arm sees the same batches in the same order for as many steps; only the arm's own change differs. Nothing in the
+packages is switched off by a flag: an arm is a config, a subclass, another table or another rule.
+
+usage: python -m experiments.ablations OUT.jsonl [--arms NAME,...] [--seeds N,...] [--set KEY=VALUE]
+       python -m experiments.ablations OUT.jsonl ... --report     draws docs/ablations.png and prints the table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax.config import TrainRun, load_run
+from k3jax.data import Batch, BatchIterator, load_corpus
+from k3jax.nn.attn_res import Mix
+from k3jax.nn.layer import Layer
+from k3jax.nn.param import split_model
+from k3jax.nn.transformer import Transformer
+from k3jax.text import Tokenizer
+from k3jax.train.optimizer import MATRICES, Table, make_optimizer
+from k3jax.train.router_balance import RouterCounts, rebalance
+from k3jax.train.step import Rebalance, TrainState, init_state, make_eval_step, make_train_step
+
+SIBLING = Path(__file__).with_name("sibling.yaml")
+SIGN_RATE = 1e-3  # step of the sign rule (DeepSeek-V3)
+EVERY = 10  # steps between records
+
+
+class EqualMix(Mix):
+    """A read that weighs all sources equally and learns nothing."""
+
+    def folded(self, dtype: Any) -> jax.Array:
+        return jnp.zeros_like(super().folded(dtype))
+
+
+class PlainLayer(Layer):
+    """A layer of a plain residual stream, where all layers are one AttnRes block.
+
+    Its sources are then the embedding and the sum of all layers so far. Their mean is half the residual stream, and the
+    norm after the read takes the factor away.
+    """
+
+    mix_class = EqualMix
+
+
+class PlainTransformer(Transformer):
+    """K3 without Attention Residuals."""
+
+    layer_class = PlainLayer
+
+
+def sign_rule(router_bias: Transformer, counts: dict[str, RouterCounts], k: int) -> Transformer:
+    """Every bias moves by a fixed step, up where its expert had less than its share (loss-free balancing)."""
+    moved = jax.tree.map(lambda leaf: leaf, router_bias)
+    for kind, seen in counts.items():
+        router = moved.layers(kind).ffn.router
+        mean = jnp.mean(seen.load.astype(jnp.float32), axis=-1, keepdims=True)
+        router.bias = router.bias.replace(router.bias.get_value() + SIGN_RATE * jnp.sign(mean - seen.load))
+    return moved
+
+
+def no_balancing(router_bias: Transformer, counts: dict[str, RouterCounts], k: int) -> Transformer:
+    """The bias stays zero."""
+    return router_bias
+
+
+def _whole(table: Table) -> Table:
+    """A table whose heads are no batch: they join the outputs, beside each head's width."""
+    return {
+        axes: (inputs, (axes[1], *outputs) if axes[1].endswith("_heads") and len(axes) == 3 else outputs)
+        for axes, (inputs, outputs) in table.items()
+    }
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm: what it changes."""
+
+    overrides: tuple[str, ...] = ()
+    model_class: type[Transformer] = Transformer
+    table: Table = field(default_factory=lambda: MATRICES)
+    rebalance: Rebalance = rebalance
+
+
+ARMS = {
+    "full": Arm(),
+    "no_attn_res": Arm(("model.attn_res_block=9",), model_class=PlainTransformer),
+    "sign_rule": Arm(rebalance=sign_rule),
+    "no_balancing": Arm(rebalance=no_balancing),
+    "whole_muon": Arm(table=_whole(MATRICES)),
+    "adamw": Arm(("optimizer.learning_rate=1e-3",), table={}),
+    "swiglu": Arm(("model.situ_beta=1e4", "model.situ_linear_beta=1e4")),  # both caps out of reach
+}
+
+
+def train(name: str, seed: int, overrides: list[str]) -> dict[str, Any]:
+    """Train one arm; returns its losses, loads and times."""
+    arm = ARMS[name]
+    run = load_run(TrainRun, SIBLING, [*arm.overrides, f"seed={seed}", f"data.shuffle_seed={seed}", *overrides])
+    corpus = load_corpus(run.data, Tokenizer.bytes())
+    held_out = corpus.eval_batches(replace(run.data, shuffle_seed=0), batch_size=run.data.batch_size)
+    print(f"{name} {seed}: {corpus}", flush=True)
+    iterator = BatchIterator(corpus.train, run.data)
+    batches = [jax.tree.map(np.asarray, next(iterator)) for _ in range(run.steps)]  # so that no arm waits for data
+
+    model = jax.jit(lambda: arm.model_class(run.model, jax.random.key(seed), stack=run.stack, remat=run.remat))()
+    params, _, rest = split_model(model)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
+    optimizer = make_optimizer(run.optimizer, params, steps=run.steps, dtype=run.model.dtype, table=arm.table)
+    state = init_state(model, optimizer)
+    step = jax.jit(make_train_step(run, optimizer, rest, rebalance=arm.rebalance), donate_argnums=0)
+    began = time.monotonic()
+    compiled = step.lower(state, batches[0]).compile()
+    compile_s = time.monotonic() - began
+    print(f"{name} {seed}: compiled in {compile_s:.0f} s", flush=True)
+    evaluate = jax.jit(make_eval_step(run, rest))
+
+    curve: list[dict[str, float]] = []
+    began, pending = time.monotonic(), None
+    for number, batch in enumerate(batches, 1):
+        state, metrics = compiled(state, batch)
+        if number % EVERY == 0:
+            if pending:
+                curve.append({key: round(float(value), 5) for key, value in pending.items()})
+            pending = {"step": number, **{key: metrics[key] for key in KEYS if key in metrics}}
+    curve.append({key: round(float(value), 5) for key, value in (pending or {}).items()})
+    seconds = time.monotonic() - began
+    nats = _held_out(evaluate, state, held_out)
+    tokens = run.data.batch_size * run.data.seq_len * run.steps
+    return {
+        "arm": name,
+        "seed": seed,
+        "parameters": size,
+        "steps": run.steps,
+        "tokens": tokens,
+        "held_out": nats,
+        "seconds": round(seconds, 1),
+        "compile_s": round(compile_s, 1),
+        "tokens_per_s": round(tokens / seconds),
+        "curve": curve,
+    }
+
+
+KEYS = ("loss", "max_load", "dead_experts", "bias_range", "max_logit", "grad_norm")
+KEYS += ("head_update_rms/min", "head_update_rms/max", "update_norm/muon")
+
+
+def _held_out(evaluate: Any, state: TrainState, batches: list[Batch]) -> float:
+    sums = [evaluate(state, batch) for batch in batches]
+    return float(sum(nats for nats, _ in sums) / sum(tokens for _, tokens in sums))
+
+
+def report(paths: list[Path]) -> None:
+    """Print the table of all runs and draw the curves."""
+    from matplotlib.figure import Figure
+
+    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    full = np.mean([row["held_out"] for row in rows if row["arm"] == "full"])
+    arms = [name for name in ARMS if any(row["arm"] == name for row in rows)]
+    means = {name: _mean_curve([row["curve"] for row in rows if row["arm"] == name]) for name in arms}
+    print(
+        "| arm | held-out nats per byte, by seed | mean | against full | worst max/mean load, last tenth | tokens/s |"
+    )
+    print("|---|---|---|---|---|---|")
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    losses, loads = figure.subplots(1, 2)
+    for name in arms:
+        runs = [row for row in rows if row["arm"] == name]
+        nats = [run["held_out"] for run in runs]
+        load = max(point["max_load"] for run in runs for point in run["curve"][-len(run["curve"]) // 10 :])
+        seeds = ", ".join(f"{value:.4f}" for value in nats)
+        speed = np.mean([run["tokens_per_s"] for run in runs])
+        print(f"| {name} | {seeds} | {np.mean(nats):.4f} | {np.mean(nats) - full:+.4f} | {load:.2f} | {speed:,.0f} |")
+        steps = [point["step"] for point in runs[0]["curve"]]
+        gap = means[name]["loss"] - means["full"]["loss"]  # all arms see the same batches
+        for axes, values in ((losses, gap), (loads, means[name]["max_load"])):
+            axes.plot(steps[2:-2], np.convolve(values, np.ones(5) / 5, "valid"), label=name, lw=1.2)
+    losses.set(xlabel="step", ylabel="training loss less that of full (nats per byte)", ylim=(-0.04, 0.16))
+    loads.set(xlabel="step", ylabel="max / mean load of the worst layer", yscale="log")
+    for axes in (losses, loads):
+        axes.grid(alpha=0.3, which="both")
+    losses.legend()
+    figure.savefig(Path(__file__).parent.parent / "docs/ablations.png", dpi=130)
+
+
+def _mean_curve(curves: list[list[dict[str, float]]]) -> dict[str, np.ndarray]:
+    """The mean over seeds of what is drawn."""
+    return {key: np.mean([[point[key] for point in curve] for curve in curves], axis=0) for key in ("loss", "max_load")}
+
+
+def main() -> None:
+    """Run arms one after the other and append a line for each, or report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, nargs="+")
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args()
+    if options.report:
+        report(options.out)
+        return
+    for seed in map(int, options.seeds.split(",")):
+        for name in options.arms.split(","):
+            row = train(name, seed, options.set)
+            print({key: value for key, value in row.items() if key != "curve"}, flush=True)
+            with options.out[0].open("a") as out:
+                out.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

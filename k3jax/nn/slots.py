@@ -1,0 +1,144 @@
+"""What loop and scan share: one layer's run, the bank's reads, and the slots that a scan over layers goes through."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from k3jax.config import ModelConfig
+from k3jax.nn.cache import Cache
+from k3jax.nn.layer import Layer
+from k3jax.nn.param import island
+from k3jax.nn.plan import EMPTY, Depth, StackPlan
+from k3jax.nn.watch import Watch
+from pallas_kernels.attn_res import BankRead, read_bank
+from pallas_kernels.mx import MXFP4Array
+
+Stacks = Mapping[str, Layer]
+Traced = tuple[Any, dict[str, Any]]  # of one layer, where asked for: the live sum after it, what it shows
+
+
+@dataclass(frozen=True)
+class StackInput:
+    """What every layer of a forward pass gets besides the residual, and what the stack is asked for."""
+
+    config: ModelConfig
+    segment_ids: Int[Array, "B T"] | None
+    cache: Cache | None
+    remat: str  # which layers the backward pass computes again: "layer" (all), "none", or kinds as in "kda_moe,mla_moe"
+    collect: bool  # return a trace
+    watch: Watch
+
+    def recomputes(self, kind: str) -> bool:
+        """Whether the backward pass computes layers of a kind again."""
+        return self.remat == "layer" or kind in self.remat.split(",")
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether it computes every layer again."""
+        return all(map(self.recomputes, Depth(self.config).layers_of))
+
+    def keep(self, live: Array, shown: dict[str, Any]) -> Traced:
+        """What of a layer's run leaves the stack."""
+        if self.collect:
+            return live, shown
+        return None, {name: seen for name, seen in shown.items() if name in self.watch}
+
+
+def layer_function(inputs: StackInput, has_live: Any) -> Any:
+    """(layer, its reads of the bank, live sum, what it keeps) -> (live sum, what it keeps, what it shows)."""
+
+    def apply(layer: Layer, bank: BankRead, live: Array, kept: Any) -> tuple[Array, Any, dict[str, Any]]:
+        return layer(bank, live, has_live, segment_ids=inputs.segment_ids, cache=kept, watch=inputs.watch)
+
+    return apply
+
+
+def read_for(snapshots: Array, count: Any, queries: list[Array], eps: float) -> list[BankRead]:
+    """One pass over the bank for the queries of all parts, each [*lead, 2, D]; its reads for each part."""
+    seen = read_bank(snapshots, count, jnp.concatenate([q.reshape(-1, q.shape[-1]) for q in queries]), eps=eps)
+    ends = np.cumsum([math.prod(q.shape[:-1]) for q in queries])[:-1]
+    parts = zip(*(jnp.split(x, ends) for x in seen), strict=True)
+    return [
+        BankRead(*(x.reshape(*q.shape[:-1], *x.shape[1:]) for x in part))
+        for q, part in zip(queries, parts, strict=True)
+    ]
+
+
+class Slots:
+    """The slots of one kind of layer in the scan: their scan inputs, and the layer that runs in one of them."""
+
+    def __init__(self, stacks: Stacks, kind: str, plan: StackPlan, inputs: StackInput):
+        layers = plan.mla if kind.startswith("mla") else plan.kda
+        depth, present, filled = Depth(inputs.config), layers != EMPTY, np.maximum(layers, 0)
+        self.input, self.kind, self.stack, self.is_mla = inputs, kind, stacks.get(kind), kind.startswith("mla")
+        self.has_empty = not present.all()
+        in_stack, in_cache = (np.where(present, index[filled], 0) for index in (depth.in_stack, depth.in_cache))
+        self.inputs: dict[str, Any] = {
+            "active": jnp.asarray(present),
+            "has_live": jnp.asarray(plan.has_live[1 if self.is_mla else 0]),
+            "in_stack": jnp.asarray(in_stack),
+            "in_cache": jnp.asarray(in_cache),
+        }
+        self.weights: Layer | None = None  # of every slot, where they are not read in place
+        if inputs.cache is None:
+            self.weights = jax.tree.map(lambda w: _take_slots(w, present, in_stack), self.stack)
+        elif self.stack is not None:
+            self.inputs["queries"] = self.stack.queries(inputs.config.dtype)[in_stack]
+
+    def queries(self, slots: dict[str, Any], weights: Layer | None, dtype: Any) -> Float[Array, "*slots 2 D"]:
+        """The queries of a block's slots; none where the config has no such layer at all."""
+        if self.stack is None:
+            return jnp.zeros((*slots["active"].shape, 0, self.input.config.width), island(dtype))
+        return slots["queries"] if weights is None else weights.queries(dtype)
+
+    def run(self, slot: dict[str, Any], weights: Layer | None, bank: BankRead, live: Array, kept: Any) -> tuple:
+        """A slot's layer: (live sum after it, what it keeps, what it shows); an empty slot changes nothing."""
+        apply = layer_function(self.input, slot["has_live"])
+
+        def run(weights: Layer | None, bank: BankRead, live: Array, kept: Any) -> tuple:
+            layer = _layer_of(self.stack, slot["in_stack"]) if weights is None else weights
+            return apply(layer, bank, live, kept)
+
+        operands = weights, bank, live, kept
+        if not self.has_empty:
+            return run(*operands)
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, *operands)[2])
+        skip = lambda _, __, live, kept: (live, kept, nothing)  # noqa: E731
+        return jax.lax.cond(slot["active"], run, skip, *operands)
+
+
+def _layer_of(stack: Layer | None, index: Array) -> Layer:
+    """One layer of a stack; an MXFP4 leaf may stay whole and note the layer, which its kernel reads in place."""
+    is_mxfp4 = lambda w: isinstance(w, MXFP4Array)  # noqa: E731
+    return jax.tree.map(lambda w: w.at_layer(index) if is_mxfp4(w) else w[index], stack, is_leaf=is_mxfp4)
+
+
+def _take_slots(stack: Array, present: np.ndarray, in_stack: np.ndarray) -> Array:
+    """The stack's layers at the slots; an empty slot gets layer 0, which nothing reads, and gives no gradient.
+
+    The transpose of this gather is a gather too: a scatter of whole weights would be slow.
+    """
+    slot_of_layer = np.flatnonzero(present.reshape(-1))  # slots fill the stack in depth order
+
+    def take(stack: Array) -> Array:
+        return stack[in_stack.reshape(-1)].reshape(*in_stack.shape, *stack.shape[1:])
+
+    if not jnp.issubdtype(stack.dtype, jnp.floating):
+        return take(stack)
+    if present.all():
+        return stack.reshape(*in_stack.shape, *stack.shape[1:])
+
+    def backward(_: None, gradient: Array) -> tuple[Array]:
+        return (gradient.reshape(-1, *gradient.shape[in_stack.ndim :])[slot_of_layer],)
+
+    gather = jax.custom_vjp(take)
+    gather.defvjp(lambda stack: (take(stack), None), backward)
+    return gather(stack)

@@ -1,0 +1,57 @@
+"""A run's folder: whether it can be written, and whether it holds a run of the same config."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from k3jax.checkpoint.orbax_io import CHECKPOINTS, list_steps
+from k3jax.config import ConfigError, TrainRun, to_yaml
+
+CONFIG_FILE = "config.yaml"
+# What may change when a run is continued: none of these touches the order of the data or the size of an update.
+MAY_CHANGE = {"run_dir", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "keep_every", "init_from"}
+MAY_CHANGE |= {"stack", "remat", "loss_chunk", "mesh", "data.workers", "data.eval_rows", "hang_seconds"}
+MAY_CHANGE |= {"profile_step", "profile_steps", "max_skipped"}
+
+
+def check_run_dir(run: TrainRun) -> None:
+    """`ConfigError` where the folder cannot be written, or holds a run of another config; makes nothing."""
+    run_dir = Path(run.run_dir)
+    nearest = next(place for place in (run_dir, *run_dir.absolute().parents) if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise ConfigError(f"run_dir = {run_dir}: cannot be written ({nearest} is not a folder that can be)")
+    saved = run_dir / CONFIG_FILE
+    if list_steps(run_dir / CHECKPOINTS) and saved.exists():
+        _check_same_run(flat(yaml.safe_load(saved.read_text())), flat(yaml.safe_load(to_yaml(run))), run)
+
+
+def open_run_dir(run: TrainRun) -> Path:
+    """The folder, made where it is missing, with the run's config in it."""
+    run_dir = Path(run.run_dir)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / CONFIG_FILE).write_text(to_yaml(run))
+    except OSError as error:
+        raise ConfigError(f"run_dir = {run_dir}: cannot be written ({error.strerror})") from error
+    return run_dir
+
+
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """{"data.seq_len": 256, ...} of nested mappings."""
+    if not isinstance(node, dict) or not node:
+        return {prefix: node}
+    return {k: v for key, child in node.items() for k, v in flat(child, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def _check_same_run(then: dict[str, Any], now: dict[str, Any], run: TrainRun) -> None:
+    may_change = MAY_CHANGE - ({"init_from"} if run.lora.rank else set())  # adapters stand on the same weights
+    for key, value in now.items():
+        if key in then and then[key] != value and key not in may_change and key.partition(".")[0] not in may_change:
+            raise ConfigError(
+                f"{key} = {value}: the run in {run.run_dir} began with {then[key]}; "
+                "continue it with that, or train in another run_dir"
+            )

@@ -1,0 +1,292 @@
+"""What the maths says about a mesh: small collectives named by logical axes, the identity on one device.
+
+A whole program runs inside one fully manual `shard_map`, so that layers see their device's part of every array. They
+contract, normalise and look up as if alone, and say here which logical axes a sum ran over. A `Placement`, ambient
+while the program is traced, knows over which mesh axes those are split:
+
+    with placed(placement):                      identity without a placement
+        w = whole(w, ("embed", "mlp"))           a weight's parts that are only stored apart, gathered
+        y = total(x @ w, "mlp")                  partial products of a contracted axis, summed
+
+Gradients are taken inside the program. Every device differentiates its own share of the loss, shares that add up to
+the loss over all devices, so a gather's transpose sums gradients where the weight is stored, and a sum's transpose sums
+cotangents. What remains is `Placement.reduce`: the sum over mesh axes that hold a weight in equal copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+from jaxtyping import Shaped
+
+from sharding.mesh import AXES, MeshError
+from sharding.rules import SMALL, Rules
+
+Names = tuple[str, ...]  # of logical axes, one for each dim of an unstacked weight
+Parts = tuple[Names, ...]  # mesh axes of each dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where each logical axis and each kind of weight lies on a mesh of `sizes` devices along each axis."""
+
+    sizes: Mapping[str, int]
+    split: Mapping[str, Names]  # logical axis -> mesh axes of the computation, those of size 1 left out
+    kept: Mapping[Names, Parts]  # weight -> mesh axes over which each dim is stored besides
+
+    @classmethod
+    def of(
+        cls, sizes: Mapping[str, int], rules: Rules, weights: Iterable[tuple[Names, tuple[int, ...]]]
+    ) -> Placement:
+        """The placement of `weights`, each its logical axes and its global shape (stacked dims first).
+
+        Raises `MeshError` where an axis of the computation does not divide a weight's dim.
+        """
+        live = {axis: sizes.get(axis, 1) for axis in AXES}
+        split = {name: tuple(a for a in axes if live[a] > 1) for name, axes in rules.split.items()}
+        shapes: dict[Names, list[tuple[int, ...]]] = {}
+        for names, shape in weights:
+            shapes.setdefault(names, []).append(shape[len(shape) - len(names) :])
+        for names, all_of_them in shapes.items():
+            _check_divides(names, all_of_them, split, live)
+        kept = {names: _kept(names, found, split, rules, live) for names, found in shapes.items()}
+        return cls(sizes=live, split=split, kept=kept)
+
+    def spec(self, names: Names, ndim: int) -> PartitionSpec:
+        """How a weight of `ndim` dims, stacked dims first, lies on the mesh."""
+        return PartitionSpec(*[None] * (ndim - len(names)), *(part or None for part in self.of_dims(names)))
+
+    def of_dims(self, names: Names) -> Parts:
+        """The mesh axes over which each dim of a weight lies in parts."""
+        return tuple((*self.split.get(name, ()), *kept) for name, kept in zip(names, self.kept[names], strict=True))
+
+    def parts(self, names: Names) -> Names:
+        """All of them."""
+        return tuple(axis for axes in self.of_dims(names) for axis in axes)
+
+    def spec_of(self, *names: str | None) -> PartitionSpec:
+        """How an activation with these logical axes (None: whole) lies on the mesh."""
+        return PartitionSpec(*(self.split.get(name or "", ()) or None for name in names))
+
+    def copies(self, names: Names) -> Names:
+        """The mesh axes along which devices hold equal parts of a weight."""
+        parts = self.parts(names)
+        return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis not in parts)
+
+    def count(self, axes: Iterable[str]) -> int:
+        """How many devices lie along `axes`."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+
+_AMBIENT: ContextVar[Placement | None] = ContextVar("placement", default=None)
+
+
+@contextmanager
+def placed(placement: Placement | None) -> Iterator[None]:
+    """Trace what is inside for `placement`; None is one device."""
+    token = _AMBIENT.set(placement)
+    try:
+        yield
+    finally:
+        _AMBIENT.reset(token)
+
+
+def current() -> Placement | None:
+    """The placement that is traced for; None on one device."""
+    return _AMBIENT.get()
+
+
+def axes_of(*names: str) -> Names:
+    """The mesh axes over which the computation splits logical axes; none on one device."""
+    placement = _AMBIENT.get()
+    return () if placement is None else tuple(a for name in names for a in placement.split.get(name, ()))
+
+
+def axis_of(name: str) -> str | None:
+    """The one mesh axis that splits a logical axis; None on one device. Raises ValueError where there are more."""
+    axes = axes_of(name)
+    if len(axes) > 1:
+        raise ValueError(f"{name} is split over {axes}; what asks can work with one mesh axis")
+    return axes[0] if axes else None
+
+
+def size_of(*names: str) -> int:
+    """Into how many parts the computation splits logical axes."""
+    placement = _AMBIENT.get()
+    return 1 if placement is None else placement.count(axes_of(*names))
+
+
+def index_of(*names: str) -> Any:
+    """Which part this device has: 0 on one device, else a traced int32."""
+    axes = axes_of(*names)
+    return jax.lax.axis_index(axes) if axes else 0
+
+
+def total(x: Any, *names: str) -> Any:
+    """Partial sums over logical axes, added up; of every array of a tree."""
+    return total_over(x, axes_of(*names))
+
+
+def largest(x: Array, *names: str) -> Array:
+    """The maximum of partial maxima over logical axes; no gradient passes."""
+    axes, x = axes_of(*names), jax.lax.stop_gradient(x)
+    return jax.lax.pmax(x, axes) if axes else x
+
+
+def joined(x: Shaped[Array, "..."], name: str, *, dim: int) -> Shaped[Array, "..."]:
+    """All parts of a split logical axis side by side along `dim`."""
+    axes = axes_of(name)
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def whole(weight: Shaped[Array, "..."], names: Names) -> Shaped[Array, "..."]:
+    """A weight as the computation sees it: the parts that are only stored apart, gathered.
+
+    Its gradient is summed in float32 or wider where each part is stored.
+    """
+    placement = _AMBIENT.get()
+    if placement is None or not any(placement.kept.get(names, ())):
+        return weight
+    lead = weight.ndim - len(names)
+    parts = tuple((lead + dim, axes) for dim, axes in enumerate(placement.kept[names]) if axes)
+    return _gather(parts, weight)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(parts: tuple[tuple[int, Names], ...], weight: Array) -> Array:
+    for dim, axes in parts:
+        weight = jax.lax.all_gather(weight, axes, axis=dim, tiled=True)
+    return weight
+
+
+def _gather_forward(parts: tuple[tuple[int, Names], ...], weight: Array) -> tuple[Array, None]:
+    return _gather(parts, weight), None
+
+
+def _gather_backward(parts: tuple[tuple[int, Names], ...], _: None, gradient: Array) -> tuple[Array]:
+    dtype, gradient = gradient.dtype, gradient.astype(jnp.promote_types(jnp.float32, gradient.dtype))
+    for dim, axes in reversed(parts):
+        gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+    return (gradient.astype(dtype),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def total_of_copies(gradient: Shaped[Array, "..."], names: Names) -> Shaped[Array, "..."]:
+    """The gradient of a weight from what each device that holds an equal copy of its part found."""
+    placement = _AMBIENT.get()
+    return gradient if placement is None else total_over(gradient, placement.copies(names))
+
+
+def total_of_parts(x: Shaped[Array, ""], names: Names) -> Shaped[Array, ""]:
+    """A sum over a weight's entries from the sums over the parts."""
+    placement = _AMBIENT.get()
+    return x if placement is None else total_over(x, placement.parts(names))
+
+
+def copies_of(*names: str) -> int:
+    """How many devices do the same work, those along mesh axes that split none of the logical axes."""
+    placement = _AMBIENT.get()
+    return 1 if placement is None else math.prod(placement.sizes.values()) // size_of(*names)
+
+
+def total_of(parts: Mapping[str, Array]) -> Array:
+    """The sum of arrays of one shape, each by the logical axis that its own partial sums ran over; one sum for those
+    that are split alike.
+    """
+    alike: dict[Names, Array] = {}
+    for name, x in parts.items():
+        axes = axes_of(name)
+        alike[axes] = alike[axes] + x if axes in alike else x
+    return functools.reduce(jnp.add, (total_over(x, axes) for axes, x in alike.items()))
+
+
+def total_over(x: Any, axes: Names) -> Any:
+    """Partial sums over mesh axes, added up."""
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def largest_anywhere(x: Shaped[Array, ""]) -> Shaped[Array, ""]:
+    """The maximum over all devices."""
+    placement = _AMBIENT.get()
+    axes = () if placement is None else tuple(axis for axis, size in placement.sizes.items() if size > 1)
+    return jax.lax.pmax(x, axes) if axes else x
+
+
+def stored_part(x: Shaped[Array, "..."], names: Names, name: str, *, dim: int) -> Shaped[Array, "..."]:
+    """Of `x`, which runs along `dim` over the computation's part of a weight's axis `name`, what is stored here."""
+    placement = _AMBIENT.get()
+    axes = () if placement is None else placement.kept[names][names.index(name)]
+    if not axes:
+        return x
+    size = x.shape[dim] // placement.count(axes)  # type: ignore[union-attr]
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, axis=dim)
+
+
+def count_of(axes: Names) -> int:
+    """How many devices lie along mesh axes."""
+    placement = _AMBIENT.get()
+    return 1 if placement is None else placement.count(axes)
+
+
+def exchange(x: Shaped[Array, "n ..."], axes: Names, *, dim: int) -> Shaped[Array, "m ..."]:
+    """Of x's parts along `dim`, of all n, to whole ones of n / devices: an all-to-all. n is padded with zeros."""
+    if not axes:
+        return x
+    x = jnp.pad(x, ((0, -x.shape[0] % count_of(axes)), *[(0, 0)] * (x.ndim - 1)))
+    x = jax.lax.optimization_barrier(x)  # XLA for CPU gives the zeros another layout than the rest, and fails
+    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)
+
+
+def exchange_back(x: Shaped[Array, "m ..."], axes: Names, *, dim: int, n: int) -> Shaped[Array, "n ..."]:
+    """Undo `exchange` of n."""
+    return jax.lax.all_to_all(x, axes, split_axis=dim, concat_axis=0, tiled=True)[:n] if axes else x
+
+
+def parts_of(names: Names) -> Parts:
+    """The mesh axes over which each dim of a weight lies in parts."""
+    placement = _AMBIENT.get()
+    return ((),) * len(names) if placement is None else placement.of_dims(names)
+
+
+def _check_divides(
+    names: Names, shapes: list[tuple[int, ...]], split: Mapping[str, Names], sizes: Mapping[str, int]
+) -> None:
+    for dim, name in enumerate(names):
+        parts = math.prod(sizes[axis] for axis in split.get(name, ()))
+        bad = next((shape[dim] for shape in shapes if shape[dim] % parts), None)
+        if bad is not None:
+            axes = " x ".join(f"{axis} {sizes[axis]}" for axis in split[name])
+            best = max(n for n in range(1, min(bad, parts) + 1) if bad % n == 0)
+            raise MeshError(f"mesh: {axes} does not divide the {bad} of {name}; the nearest size that does is {best}")
+
+
+def _kept(
+    names: Names, shapes: list[tuple[int, ...]], split: Mapping[str, Names], rules: Rules, sizes: Mapping[str, int]
+) -> Parts:
+    """Storage axes of each dim: every dim's first choice that is free, then the second ones."""
+    kept: list[Names] = [()] * len(names)
+    if len(names) == 1 or names in SMALL:
+        return tuple(kept)
+    taken = {axis for name in names for axis in split.get(name, ())}
+    choices = [rules.stored.get(name, ()) for name in names]
+    for choice in range(max(map(len, choices))):
+        for dim, axis in enumerate(axes[choice] if choice < len(axes) else None for axes in choices):
+            if axis is None or axis in taken or sizes[axis] == 1:
+                continue
+            parts = math.prod(sizes[a] for a in (*split.get(names[dim], ()), *kept[dim], axis))
+            if all(shape[dim] % parts == 0 for shape in shapes):
+                kept[dim] = (*kept[dim], axis)
+                taken.add(axis)
+    return tuple(kept)

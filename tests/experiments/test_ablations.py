@@ -1,0 +1,79 @@
+"""The arms of the ablation study change what they say, and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.ablations import ARMS, SIBLING, PlainTransformer, _whole, no_balancing, sign_rule
+from k3jax.config import TrainRun, load_model_config, load_run
+from k3jax.nn.param import is_variable, split_model
+from k3jax.nn.transformer import Transformer
+from k3jax.train.optimizer import MATRICES, make_optimizer, matrix_spec
+from k3jax.train.router_balance import BINS, RouterCounts
+
+SIZES = ["width=32", "dense_width=48", "num_layers=3", "mla_layers=[2]", "attn_res_block=3", "moe.num_experts=4"]
+MODEL = load_model_config("k3_tiny", SIZES)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jax.jit(lambda: PlainTransformer(MODEL, jax.random.key(0), stack="loop", remat="none"))()
+
+
+def shapes(run):
+    return jax.eval_shape(lambda: Transformer(run.model, jax.random.key(0)))
+
+
+def test_the_sibling_has_about_60_million_parameters():
+    params = split_model(shapes(load_run(TrainRun, SIBLING)))[0]
+    assert 55e6 < sum(leaf.size for leaf in jax.tree.leaves(params)) < 65e6
+
+
+@pytest.mark.parametrize("name", list(ARMS))
+def test_every_arm_is_a_valid_run_with_an_optimizer(name):
+    run = load_run(TrainRun, SIBLING, ARMS[name].overrides)
+    params = split_model(shapes(run))[0]
+    optimizer = make_optimizer(run.optimizer, params, steps=10, table=ARMS[name].table)
+    heads = [spec for spec in optimizer.specs.values() if spec.per_head]
+    assert bool(heads) == (name not in ("whole_muon", "adamw"))
+    assert bool(optimizer.specs) == (name != "adamw")
+
+
+def test_whole_matrices_are_the_same_weights_in_larger_blocks():
+    axes, shape = ("q_rank", "mla_heads", "qk_dim"), (2, 8, 3, 5)
+    spec = matrix_spec(axes, shape, _whole(MATRICES))
+    assert (spec.batch, spec.sizes) == ((0,), (8, 15))
+    weight = np.arange(np.prod(shape)).reshape(shape)
+    np.testing.assert_array_equal(spec.from_matrices(spec.to_matrices(weight), shape), weight)
+
+
+def test_a_plain_layer_reads_the_residual_stream(model):
+    """The queries mean nothing, and what a layer reads is the sum of embedding and all layers before it."""
+    tokens = jax.random.randint(jax.random.key(1), (1, 9), 0, 256)
+    random = lambda v: v.replace(jax.random.normal(jax.random.key(2), v.shape)) if v.shape[-1] == 32 else v  # noqa: E731
+    changed = jax.tree.map(lambda leaf: leaf, model)
+    for stack in changed.stacks.values():
+        stack.ffn_mix.query, stack.mixer_mix.query = random(stack.ffn_mix.query), random(stack.mixer_mix.query)
+
+    @jax.jit
+    def run(model):
+        out = model.hidden(tokens, collect=True)
+        return out.hidden, out.trace.sums[-1]
+
+    out, last = run(model)
+    np.testing.assert_array_equal(run(changed)[0], out)
+    embedding = model.embed.get_value()[tokens]
+    expected = model.final_norm((embedding + last) / 2)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_other_balancing_rules(model):
+    bias = split_model(model)[1]
+    load = jnp.array([[10, 0, 4, 2]])
+    counts = {"kda_moe": RouterCounts(histogram=jnp.zeros((1, 4, BINS), jnp.int32), load=load)}
+    moved = sign_rule(bias, counts, 2).stacks["kda_moe"].ffn.router.bias.get_value()
+    np.testing.assert_allclose(moved, [[-1e-3, 1e-3, 0, 1e-3]], atol=1e-9)
+    for old, new in zip(jax.tree.leaves(bias), jax.tree.leaves(no_balancing(bias, counts, 2)), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert is_variable(bias.stacks["kda_moe"].ffn.router.bias)

@@ -1,0 +1,74 @@
+"""Tables of rules against the models they are for, up to the full K3 on a pod; nothing is allocated."""
+
+import math
+
+import jax
+import pytest
+
+from k3jax.config import load_model_config
+from k3jax.nn.param import is_variable
+from k3jax.nn.placement import place
+from k3jax.nn.transformer import Transformer
+from sharding.local import Placement
+from sharding.mesh import AXES, SLICES, MeshError, find_slice
+from sharding.rules import SMALL, TABLES
+
+ACTIVATIONS = {"batch", "seq", "page"}
+POD = {"fsdp": 8, "expert": 128}
+
+
+def weights(name: str) -> list:
+    config = load_model_config(name)
+    model = jax.eval_shape(lambda: Transformer(config, jax.random.key(0)))
+    return [v for v in jax.tree.leaves(model, is_leaf=is_variable) if is_variable(v)]
+
+
+@pytest.mark.parametrize("mode", TABLES)
+def test_tables_name_only_axes_that_exist(mode):
+    known = {axis for variable in weights("k3") for axis in variable.axes} | ACTIVATIONS
+    rules = TABLES[mode]
+    assert set(rules.split) | set(rules.stored) <= known
+    assert {axis for axes in (*rules.split.values(), *rules.stored.values()) for axis in axes} <= set(AXES)
+
+
+@pytest.mark.parametrize("mode", TABLES)
+def test_no_array_has_a_mesh_axis_twice(mode):
+    sizes = dict.fromkeys(AXES, 2)
+    variables = weights("k3")
+    placement = place(sizes, TABLES[mode], variables)
+    for variable in variables:
+        parts = [axis for axes in placement.of_dims(variable.axes) for axis in axes]
+        assert len(parts) == len(set(parts)), variable.axes
+    rows = [axis for name in ("batch", "seq") for axis in placement.split.get(name, ())]
+    for heads in ("kda_heads", "mla_heads", "vocab", "mlp"):
+        both = [*rows, *placement.split.get(heads, ())]
+        assert len(both) == len(set(both)), heads
+
+
+def test_on_a_pod_every_large_weight_of_k3_is_stored_once():
+    variables = weights("k3")
+    placement = place(POD, TABLES["train"], variables)
+    for variable in variables:
+        if variable.get_value().size > 2**26 and variable.axes not in SMALL:
+            parts = placement.parts(variable.axes)
+            assert math.prod(placement.sizes[axis] for axis in parts) == 1024, variable.axes
+
+
+def test_a_dim_takes_the_first_axis_that_is_free_and_divides_it():
+    rules = TABLES["train"]
+    shapes = [(("embed", "q_rank"), (64, 24)), (("q_rank", "mla_heads", "qk_dim"), (24, 6, 8))]
+    placement = Placement.of({"fsdp": 4, "expert": 8}, rules, shapes)
+    assert placement.kept["embed", "q_rank"] == (("expert",), ("fsdp",))
+    assert placement.kept["q_rank", "mla_heads", "qk_dim"] == (("expert",), (), ())  # 4 divides neither 3 nor 6
+
+
+def test_presets_are_slices_with_a_known_memory():
+    assert find_slice("tpu7x:8x8x8").devices == 1024
+    assert find_slice("v5p:8x8x16").devices == 1024
+    assert find_slice("v6e:16x16").devices == 256
+    assert all(slice_.memory > 2**33 for slice_ in SLICES.values())
+
+
+def test_a_slice_that_does_not_exist_names_the_nearest():
+    with pytest.raises(MeshError, match=r"topology = tpu7x:8x8x9: no such slice; did you mean tpu7x:8x8x8\?"):
+        find_slice("tpu7x:8x8x9")

@@ -1,0 +1,91 @@
+"""train.py in several processes, as on the hosts of a pod, is train.py in one."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from k3jax.train.metrics import read_metrics
+
+STEPS, LIMIT = 4, 400
+MODEL = {
+    "base": "k3_tiny",
+    "width": 32,
+    "num_layers": 3,
+    "mla_layers": [2],
+    "dense_width": 48,
+    "kda": {"head_dim": 16},
+    "mla": {"q_rank": 16, "kv_rank": 16, "nope_dim": 8, "extra_dim": 8, "v_dim": 16},
+    "moe": {"num_experts": 4, "expert_width": 32, "latent_width": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipe")
+    (folder / "text").mkdir()
+    for n in range(60):
+        (folder / "text" / f"{n}.txt").write_text("".join(f"{n} times {k} is {n * k}\n" for k in range(20)))
+    content = {
+        "model": MODEL,
+        "data": {"source": str(folder / "text"), "seq_len": 32, "batch_size": 4, "eval_fraction": 0.2, "eval_rows": 8},
+        "optimizer": {"learning_rate": 0.01},
+        "steps": STEPS,
+        "log_every": 1,
+        "eval_every": STEPS,
+        "checkpoint_every": 2,
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return folder / "recipe.yaml"
+
+
+def run(root, recipe, run_dir, *overrides, processes: int = 1) -> list[dict]:
+    """The metrics of a run by so many processes."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "train.py", "--config", str(recipe), f"run_dir={run_dir}", *overrides]
+    started = []
+    for number in range(processes):
+        env = dict(os.environ)
+        if processes > 1:
+            env |= {"K3JAX_COORDINATOR": f"localhost:{port}"}
+            env |= {"K3JAX_PROCESSES": str(processes), "K3JAX_PROCESS": str(number)}
+        started.append(subprocess.Popen(command, cwd=root, env=env, stderr=subprocess.PIPE, text=True))
+    try:
+        for process in started:
+            _, error = process.communicate(timeout=LIMIT)
+            assert process.returncode == 0, error[-3000:]
+    finally:
+        for process in started:
+            process.kill()
+    return read_metrics(run_dir)
+
+
+@pytest.fixture(scope="module")
+def alone(root, recipe, tmp_path_factory):
+    return run(root, recipe, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize(
+    ("processes", "mesh"), [(2, ("mesh.fsdp=2",)), (4, ("mesh.fsdp=2", "mesh.expert=2"))], ids=["2", "4"]
+)
+def test_processes_together_train_as_one_does(root, recipe, alone, tmp_path, processes, mesh):
+    together = run(root, recipe, tmp_path / "run", *mesh, processes=processes)
+    assert [line["step"] for line in together] == [line["step"] for line in alone]
+    for ours, theirs in zip(together, alone, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)  # after several steps of rounding
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=3e-4)
+    assert together[0]["loss"] == pytest.approx(alone[0]["loss"], rel=2e-6)
+    assert together[-1]["eval_loss"] == pytest.approx(alone[-1]["eval_loss"], rel=1e-4)
+
+
+def test_what_two_processes_saved_one_continues(root, recipe, alone, tmp_path):
+    run(root, recipe, tmp_path / "run", "mesh.fsdp=2", processes=2)
+    os.rename(tmp_path / f"run/checkpoints/{STEPS}", tmp_path / "later")  # as if it had been stopped before
+    again = run(root, recipe, tmp_path / "run")
+    assert again[-1]["step"] == STEPS
+    assert again[-1]["loss"] == pytest.approx(alone[-1]["loss"], rel=2e-5)
