@@ -16,9 +16,10 @@ A config is YAML over these keys; `key=value` overrides replace single ones, nes
 Keys and defaults ({note}):
 
 {keys}
-What a run writes into run_dir: config.yaml (resolved), metrics.jsonl, loss.png, checkpoints/STEP.
-The same command continues a run that was stopped or killed. Exit codes: 0 done, 1 the loss is no longer finite,
-2 a mistake in the config or the data, 75 stopped by SIGTERM or SIGINT after saving.
+What a run writes into run_dir: config.yaml (resolved), metrics.jsonl, tensorboard/, train.log, goodput.json, loss.png,
+checkpoints/STEP; hang.txt and xprof/ where there is cause. The same command continues a run that was stopped or killed.
+Exit codes: 0 done, 1 more than max_skipped updates in a row were not finite, 2 a mistake in the config or the data,
+75 stopped by SIGTERM or SIGINT after saving.
 """
 
 

@@ -354,7 +354,9 @@ def load_model_config(name: str | os.PathLike[str], overrides: Sequence[str] = (
 def load_any_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainRun | ServeRun:
     """A recipe of either kind, told apart by its keys."""
     serving = {field.name for field in dataclasses.fields(ServeRun)} - {"mesh"}
-    return load_run(ServeRun if serving & _read_yaml(Path(path)).keys() else TrainRun, path, overrides)
+    if serving & _read_yaml(Path(path)).keys():
+        return load_run(ServeRun, path, overrides)
+    return load_run(TrainRun, path, overrides)
 
 
 def load_run(cls: type[Run], path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Run:

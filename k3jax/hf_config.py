@@ -302,7 +302,8 @@ def _vision(top: Json, text_width: int) -> VisionConfig | None:
     )
     if _NORM_EPS in released:
         values["norm_eps"] = _number(released, _NORM_EPS, "norm_eps")
-    return VisionConfig(**values, head_dim=inner // heads)
+    sizes: dict[str, Any] = {**values, "head_dim": inner // heads}
+    return VisionConfig(**sizes)
 
 
 def _released_vision(config: ModelConfig) -> Json:

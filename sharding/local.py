@@ -45,9 +45,7 @@ class Placement:
     kept: Mapping[Names, Parts]  # weight -> mesh axes over which each dim is stored besides
 
     @classmethod
-    def of(
-        cls, sizes: Mapping[str, int], rules: Rules, weights: Iterable[tuple[Names, tuple[int, ...]]]
-    ) -> Placement:
+    def of(cls, sizes: Mapping[str, int], rules: Rules, weights: Iterable[tuple[Names, tuple[int, ...]]]) -> Placement:
         """The placement of `weights`, each its logical axes and its global shape (stacked dims first).
 
         Raises `MeshError` where an axis of the computation does not divide a weight's dim.

@@ -45,9 +45,7 @@ def table_for_next(
     return jnp.where(at_end & ~mine[:, None], -1, table), held + 1
 
 
-def merged_heads(
-    output: Float[Array, "S H R"], log_sum_exp: Float[Array, "S H"], heads: str
-) -> Float[Array, "S h R"]:
+def merged_heads(output: Float[Array, "S H R"], log_sum_exp: Float[Array, "S H"], heads: str) -> Float[Array, "S h R"]:
     """What all heads found in this device's pages, as what this device's `heads` found in all pages."""
     over, axes = axes_of(heads), axes_of(PAGE)
     if not axes:

@@ -46,6 +46,11 @@ TRAIN = Rules(
         "mlp": ("fsdp",),
         "q_rank": ("expert", "fsdp"),
         "vocab": ("fsdp",),
+        # the vision tower and its projector
+        "vit": ("expert", "fsdp"),
+        "vit_mlp": ("fsdp",),
+        "merged": ("expert", "fsdp"),
+        "merged_mlp": ("fsdp",),
     },
 )
 

@@ -77,7 +77,7 @@ class KDA(nnx.Module):
         qkv, history = context_parallel_short_conv(short_conv, qkv, taps, initial_state=history, **pieces)
         q, k, v = self._heads(qkv)
         decay = self._decay()
-        local = partial(kda, lower_bound=decay.pop("lower_bound"))
+        local: Any = partial(kda, lower_bound=decay.pop("lower_bound"))
         o, state = context_parallel_kda(local, q, k, v, gate, beta, initial_state=state, **decay, **pieces)
         return o, state, history
 

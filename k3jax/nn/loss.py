@@ -81,7 +81,6 @@ def head_sums(
         jnp.pad(mask, (0, pad)).reshape(-1, size),
     )
 
-
     def piece_loss(piece: tuple[Array, Array, Array]) -> Float[Array, " 2"]:
         hidden, labels, mask = piece
         logits = head_logits(hidden, head)

@@ -47,7 +47,6 @@ class StackPlan:
         """[blocks] bool: whether the block's first layer in the scan seals the sum before it."""
         return np.arange(len(self.kda)) * self.config.attn_res_block >= len(self.prefix)
 
-
     @cached_property
     def has_live(self) -> tuple[np.ndarray, np.ndarray]:
         """Of every KDA and every MLA slot: whether the live sum before it holds anything, or its block just began."""

@@ -190,7 +190,8 @@ class Transformer(nnx.Module):
         `pixels` and `grids` are the images in `tokens`, as in `__call__`.
         """
         features = self.image_features(tokens, pixels, grids)
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "key": key, "features": features}
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "key": key}
+        options["features"] = features
         return generate.generate(self, tokens, **options)
 
 

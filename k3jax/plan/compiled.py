@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import time
@@ -29,7 +30,7 @@ def topology_devices(topology: str) -> list[Any]:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        import libtpu  # noqa: F401
+        importlib.import_module("libtpu")
     except ImportError as error:
         raise ConfigError("--compile needs the TPU compiler: pip install 'k3jax[aot]'") from error
     from jax.experimental import topologies

@@ -64,7 +64,7 @@ class ServeProgram:
         devices, program = self.devices, programs.decode if self.mode == "decode" else programs.prefill
         jitted = devices.jit(program, self.pools, self.history, self.rows, top=self.run.max_top_logprobs)
         arguments = (
-            devices.blank_model(),
+            devices.blank(self.model, devices.model_specs),
             devices.blank(self.pools, devices.pool_specs(self.pools)),
             devices.blank(self.history, devices.row_specs(self.history)),
             devices.blank(self.rows, devices.row_specs(self.rows)),
@@ -84,7 +84,7 @@ class ServeProgram:
         stream = tokens * config.width * 2
         vocab = next(w.elements for w in weights_of(self.model, placement) if w.axes == ("embed", "vocab"))
         history = local_bytes(self.history, devices.row_specs(self.history), placement)
-        held = {
+        held: dict[str, float] = {
             "weights": weights,
             "kda_state": states,
             "mla_cache": latents,
@@ -128,8 +128,8 @@ def _served_model(config: ModelConfig, kind: str) -> Transformer:
 
 
 def _rows(mode: str, rows: int, chunk: int, width: int, vocab: int) -> PrefillRows | DecodeRows:
-    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-    bits = jax.ShapeDtypeStruct((rows, -(-vocab // 32)), jnp.uint32)
+    ints: Any = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    bits: Any = jax.ShapeDtypeStruct((rows, -(-vocab // 32)), jnp.uint32)
     sampling = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, SamplingRows.of([Sampling(temperature=0.0)] * rows)))
     shared: dict[str, Any] = {"page_table": ints(rows, width), "length": ints(rows)}
     shared |= {"sampling": sampling, "allowed": bits}

@@ -17,7 +17,8 @@ from pallas_kernels.mx import MXFP4Array, Rule, dequantize, quantize
 
 Model = TypeVar("Model", bound=nnx.Module)
 RULE: Rule = "floor"
-EXPERT_WEIGHTS = {("experts", "expert_latent", "expert_mlp"), ("experts", "expert_mlp", "expert_latent")}  # [.., E, in, out]
+# [.., E, in, out]
+EXPERT_WEIGHTS = {("experts", "expert_latent", "expert_mlp"), ("experts", "expert_mlp", "expert_latent")}
 
 
 def fake_quantize(weight: Float[Array, "*lead in_ out"], rule: Rule = RULE) -> Float[Array, "*lead in_ out"]:

@@ -11,9 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.experimental.layout import Format, Layout
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from k3jax.config import ConfigError
 from k3jax.nn.cache import Pools
@@ -30,7 +28,6 @@ class ServeDevices:
 
     mesh: Mesh
     placement: Placement
-    model: Transformer  # of shapes
     model_specs: Transformer
 
     @classmethod
@@ -41,8 +38,7 @@ class ServeDevices:
             placement = place(mesh.shape, TABLES[mode], model)
         except MeshError as error:
             raise ConfigError(str(error)) from error
-        model = jax.eval_shape(lambda model: model, model)
-        return cls(mesh, placement, model, specs_of(model, placement))
+        return cls(mesh, placement, specs_of(model, placement))
 
     @property
     def shares(self) -> int:
@@ -85,40 +81,9 @@ class ServeDevices:
         in_specs = (self.model_specs, pool_specs, history_specs, self.row_specs(rows))
         out_specs = (pool_specs, history_specs, self.placement.spec_of("batch"))
         program = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        rest = tuple(on_mesh(self.mesh, specs) for specs in in_specs[1:])
-        return jax.jit(program, in_shardings=(self.weight_places, *rest), donate_argnums=(1, 2))
-
-    @property
-    def weight_places(self) -> Transformer:
-        """Where the weights lie, and on a TPU how: stacks of bfloat16 matrices in the order and tiles that its matrix
-        products read. The compiler would else copy whole stacks, since it takes them as they come even where it may
-        choose.
-        """
-        on_tpu = self.mesh.devices.flat[0].platform == "tpu"
-
-        def one(leaf: Any, sharding: NamedSharding) -> Any:
-            shape = sharding.shard_shape(leaf.shape)
-            if not on_tpu or leaf.dtype != jnp.bfloat16 or len(shape) < 3:
-                return sharding
-            return Format(Layout(major_to_minor=_order(shape), tiling=((16, 128), (2, 1))), sharding)
-
-        return jax.tree.map(one, self.model, on_mesh(self.mesh, self.model_specs))
-
-    def blank_model(self) -> Transformer:
-        """The shapes of the model with their places."""
-        place = lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at)  # noqa: E731
-        return jax.tree.map(place, self.model, self.weight_places)
+        return jax.jit(program, donate_argnums=(1, 2))
 
     def blank(self, tree: Any, specs: Any) -> Any:
         """Shapes of a tree with their places."""
         place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
         return jax.tree.map(place, tree, on_mesh(self.mesh, specs))
-
-
-def _order(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Dims of a stack from the outermost in memory: inputs innermost where outputs would not fill the lanes."""
-    if len(shape) == 4 and shape[1] > shape[3]:
-        return 0, 2, 3, 1
-    if len(shape) == 3 and shape[2] % 128:
-        return 0, 2, 1
-    return tuple(range(len(shape)))

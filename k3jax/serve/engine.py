@@ -192,7 +192,8 @@ class Engine:
         prefill, rows = partial(programs.prefill, top=self._top), self._prefill_rows(())
         self._prefill = _compiled(prefill, *state, rows, donate=(1, 2))
         if self._model.vision is not None:
-            with_images = dataclasses.replace(rows, features=self._no_features())
+            no_features: Any = self._no_features()
+            with_images = dataclasses.replace(rows, features=no_features)
             self._prefill_images = _compiled(prefill, *state, with_images, donate=(1, 2))
         self._report(f"compiling decode [{s.slots}, 1]")
         idle_rows = self._decode_rows(idle, idle, table, None)

@@ -106,7 +106,7 @@ class Devices:
             return batch
 
         def one(local: np.ndarray, sharding: NamedSharding) -> jax.Array:
-            def part(index: tuple[slice, ...]) -> np.ndarray:
+            def part(index: Any) -> np.ndarray:
                 start, stop, _ = index[0].indices(batch_size)
                 return local[(slice(start - first, stop - first), *index[1:])]
 
@@ -127,9 +127,10 @@ def _with_places(shapes: Any, shardings: Any) -> Any:
 
 def _state_specs(state: TrainState, placement: Placement) -> TrainState:
     params = specs_of(state.params, placement)
+    whole: Any = PartitionSpec()
     return dataclasses.replace(
         state,
-        step=PartitionSpec(),
+        step=whole,
         params=params,
         opt_state=specs_by_name(state.opt_state, named_leaves(params)),
         router_bias=specs_of(state.router_bias, placement),

@@ -16,6 +16,7 @@ from k3jax.data import Batch
 from k3jax.nn.loss import batch_loss, head_loss, head_sums
 from k3jax.nn.param import is_variable, island, merge_model, split_model, working_copy
 from k3jax.nn.transformer import Transformer
+from k3jax.nn.watch import Watch
 from k3jax.quant.qat import fake_quantize_experts
 from k3jax.train.guard import is_finite, keep_unless
 from k3jax.train.lora import Adapter, merged
@@ -26,7 +27,7 @@ from sharding.local import copies_of, largest, largest_anywhere, total, total_of
 Metrics = dict[str, Num[Array, "..."]]  # numbers to be logged, and arrays that become histograms
 Rebalance = Callable[[Transformer, dict[str, RouterCounts], int], Transformer]
 TOKENS = ("batch", "seq")  # the logical axes that share tokens out among devices
-WATCH = {"router": count_router, "max_logit": lambda logits: jnp.max(logits, axis=0)}
+WATCH: Watch = {"router": count_router, "max_logit": lambda logits: jnp.max(logits, axis=0)}
 
 
 @jax.tree_util.register_dataclass
@@ -67,9 +68,7 @@ class Seen:
         return Seen(total(self.sums, *TOKENS), total(self.counts, *TOKENS), most)
 
 
-def init_state(
-    model: Transformer, optimizer: Optimizer, *, adapters: dict[str, Adapter] | None = None
-) -> TrainState:
+def init_state(model: Transformer, optimizer: Optimizer, *, adapters: dict[str, Adapter] | None = None) -> TrainState:
     """The state at step 0, of the model or of `adapters` on it."""
     params, router_bias, _ = split_model(model)
     frozen, trained = (None, params) if adapters is None else (params, adapters)
@@ -200,8 +199,10 @@ def make_eval_step(run: TrainRun, rest: Transformer) -> Callable[[TrainState, Ba
 
 def _of_copies(grad: Any) -> Any:
     """A weight's gradient, from those that devices with equal copies of it found."""
-    return grad if not is_variable(grad) or grad.get_value() is None else grad.replace(
-        total_of_copies(grad.get_value(), grad.axes)
+    return (
+        grad
+        if not is_variable(grad) or grad.get_value() is None
+        else grad.replace(total_of_copies(grad.get_value(), grad.axes))
     )
 
 
@@ -212,7 +213,11 @@ def _quantized(model: Transformer, run: TrainRun) -> Transformer:
 
 def _features(model: Transformer, batch: Batch) -> Float[Array, "B N D"] | None:
     """Of the images in each row, where the batch has any; the tower learns from the loss of the texts alone."""
-    return None if batch.patches is None else model.vision(batch.patches, batch.grids)[0]
+    if batch.patches is None:
+        return None
+    assert model.vision is not None
+    assert batch.grids is not None
+    return model.vision(batch.patches, batch.grids)[0]
 
 
 def _watched_loss(model: Transformer, batch: Batch, run: TrainRun) -> tuple[Float[Array, ""], Seen]:

@@ -12,7 +12,8 @@ from typing import TypeVar
 from k3jax.vision.decode import open_image
 from k3jax.vision.image import Grid, Patches, preprocess
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)

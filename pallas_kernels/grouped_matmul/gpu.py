@@ -69,7 +69,8 @@ def _product(x: Array, experts: MXFP4Array, blocks: blocked.Blocks, precision: j
     """As `blocked.product`, of bfloat16 rows."""
     used = jnp.any(blocks.is_row.reshape(x.shape[:2]), axis=1).astype(jnp.int32)
     arrays = blocks.expert, used, x[..., 0::2], x[..., 1::2], experts.codes, experts.scales
-    run = partial(_call, *x.shape[:2])
+    count, rows = x.shape[:2]
+    run = partial(_call, count, rows)
     return jax.lax.platform_dependent(*arrays, cuda=partial(run, interpret=False), default=partial(run, interpret=True))
 
 

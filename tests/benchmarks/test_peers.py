@@ -72,10 +72,12 @@ def test_committed_rows_name_what_made_them():
         assert set(row["utilisation"]) == set(SLOTS)
 
 
-def test_adapters_do_the_work_that_our_cases_of_that_name_do():
-    ours = {case.name: case.units for case in registry()["kda"]}
-    for case in peers.adapter("tokamax_kda").CASES:
-        assert case.units == ours.get(case.name, case.units)
+@pytest.mark.parametrize("kernel", peers.ADAPTERS)
+def test_adapters_do_the_work_that_our_cases_of_that_name_do(kernel):
+    ours = {case.name: case.units for case in registry()[kernel]}
+    for name in peers.ADAPTERS[kernel]:
+        for case in peers.adapter(name).CASES:
+            assert case.units == ours.get(case.name, case.units)
 
 
 def test_the_page_keeps_its_words_and_takes_the_new_table(without_peers, monkeypatch, tmp_path):

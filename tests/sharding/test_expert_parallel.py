@@ -12,6 +12,7 @@ from sharding.expert_parallel import choose, load_of, route
 
 EXPERTS, TOP_K, LATENT, HIDDEN, TOKENS = 16, 3, 8, 12, 192
 FORMS = ("balanced", "gathered")
+ROUTINGS = ("uniform", "skewed", "one-choice-for-all")
 
 
 def expert_mlp(rows, weights, group_sizes, row_weights):
@@ -63,6 +64,11 @@ def value_and_gradients(fn, latent, choice_weights, expert_weights, experts, val
     return out, *gradients
 
 
+@jax.jit
+def expected_of(*case):
+    return value_and_gradients(on_one_device, *case)
+
+
 def on_mesh(sizes, tokens, *, compute=expert_mlp, **options):
     """Value and gradients by `route` on a mesh, tokens and the parts of their latents split over some of its axes."""
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
@@ -111,13 +117,12 @@ def by_gathers(monkeypatch):
     monkeypatch.setattr(expert_parallel, "FEW", 0)
 
 
-@pytest.mark.parametrize("routing", ["uniform", "skewed", "one-choice-for-all"])
 @pytest.mark.parametrize("form", FORMS)
-def test_values_and_gradients_are_those_of_one_device(form, routing, by_gathers):
-    case = arguments(routing)
-    expected = value_and_gradients(on_one_device, *case)
+def test_values_and_gradients_are_those_of_one_device(form, by_gathers):
     run = on_mesh({"expert": 8}, ("expert",), axes=("expert",), form=form)
-    assert_close(run(*poisoned(*case)), expected)
+    for routing in ROUTINGS:
+        case = arguments(routing)
+        assert_close(run(*poisoned(*case)), expected_of(*case))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +144,7 @@ def test_tokens_may_lie_any_way_over_the_experts_axes(form, sizes, tokens, optio
     parts = np.prod([sizes[axis] for axis in options.get("latent_axes", ())])
     out, *gradients = on_mesh(sizes, tokens, form=form, **options)(*poisoned(*case))
     gradients = jax.tree.map(lambda g: g * parts / copies, gradients)  # so often is a token's loss counted
-    assert_close((out, *gradients), value_and_gradients(on_one_device, *case))
+    assert_close((out, *gradients), expected_of(*case))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -158,9 +163,7 @@ def test_parts_of_the_tokens_one_after_another_give_the_same_in_smaller_buffers(
     assert max(buffers) <= limit
 
 
-@pytest.mark.parametrize("routing", ["uniform", "skewed", "one-choice-for-all"])
-def test_every_device_computes_as_many_rows_as_it_has_choices(routing):
-    latent, weights, experts, ids, _, _ = arguments(routing)
+def test_every_device_computes_as_many_rows_as_it_has_choices():
     seen = []
 
     def counted(rows, weights, group_sizes, row_weights):
@@ -169,21 +172,24 @@ def test_every_device_computes_as_many_rows_as_it_has_choices(routing):
         return expert_mlp(rows, weights, group_sizes, row_weights)
 
     mesh = jax.make_mesh((8,), ("expert",), axis_types=(AxisType.Auto,))
-    run = jax.shard_map(
+    mapped = jax.shard_map(
         lambda *a: route(*a[:3], None, a[3], counted, count=EXPERTS, axes=("expert",), form="balanced"),
         mesh=mesh,
         in_specs=P("expert"),
         out_specs=P("expert"),
         check_vma=False,
     )
-    jax.block_until_ready(jax.jit(run)(latent, ids, weights, experts))
-    jax.effects_barrier()
-    assert seen == [TOKENS // 8 * TOP_K] * 8
+    run = jax.jit(mapped)
+    for routing in ROUTINGS:
+        latent, weights, experts, ids, _, _ = arguments(routing)
+        jax.block_until_ready(run(latent, ids, weights, experts))
+        jax.effects_barrier()
+    assert seen == [TOKENS // 8 * TOP_K] * 8 * len(ROUTINGS)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_bfloat16_latents_lose_no_more_than_their_own_rounding(form):
-    expected = on_one_device(*arguments("skewed")[:-1])
+    expected = expected_of(*arguments("skewed"))[0]
     out = on_mesh({"expert": 8}, ("expert",), axes=("expert",), form=form)(*arguments("skewed", jnp.bfloat16))[0]
     assert out.dtype == jnp.float32
     assert np.linalg.norm(out - expected) < 2e-2 * np.linalg.norm(expected)

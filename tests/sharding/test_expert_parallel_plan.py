@@ -1,7 +1,5 @@
 """The plan of balanced experts: every rank computes as much, from one donor, and every row finds its place and back."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,15 +22,15 @@ def random_counts(ranks, experts, cases, rng):
     return np.int32(found)
 
 
-@functools.partial(jax.jit)
-@functools.partial(jax.vmap)
+@jax.jit
+@jax.vmap
 def plans(counts):
     size = counts.shape[0]
     plan = balance(jnp.sum(counts, axis=0).reshape(size, -1).sum(axis=1))
     return plan, jax.vmap(lambda rank: routes(counts, plan, rank))(jnp.arange(size)), copies(counts, plan)
 
 
-@pytest.mark.parametrize(("ranks", "local", "cases"), [(1, 4, 5), (2, 3, 100), (8, 2, 300), (16, 7, 60), (128, 7, 3)])
+@pytest.mark.parametrize(("ranks", "local", "cases"), [(2, 3, 100), (8, 2, 300), (128, 7, 3)])
 def test_every_plan_is_balanced_and_every_row_comes_back(ranks, local, cases):
     counts = random_counts(ranks, ranks * local, cases, np.random.default_rng(ranks))
     found = jax.tree.map(np.asarray, plans(counts))

@@ -1,1 +1,0 @@
-"""Studies of the model's parts: subclasses and replaced functions, outside the packages that they study."""
