@@ -14,14 +14,14 @@ Reads one OpenAI batch request a line and appends one result a line, flushed as 
 
 Body: prompt (a string or a list of token ids) or messages (with tools, tool_choice, response_format, reasoning_effort:
 none, low, high or max), max_tokens or max_completion_tokens, temperature (0 is greedy), top_p, top_k, min_p,
-presence_penalty, frequency_penalty, repetition_penalty, logit_bias, n, seed, stop (a string or a list), logprobs and
-top_logprobs (up to max_top_logprobs). A result is {"id", "custom_id", "response", "error"}; "error" is
+presence_penalty, frequency_penalty, repetition_penalty, logit_bias, n, seed, stop (a string or a list), echo, logprobs
+and top_logprobs (up to max_top_logprobs). A result is {"id", "custom_id", "response", "error"}; "error" is
 null for a completion and names what is wrong with a line otherwise. A rerun skips the requests that the output already
 answers, so an interrupted batch goes on where it stopped. key=value overrides the recipe (slots, max_context,
-prefill_chunk, default_max_tokens, max_top_logprobs, dtype).
+prefill_chunk, snapshot_mib, default_max_tokens, max_top_logprobs, dtype and more: docs/serving.md).
 
 Exit codes: 0 done (failed lines are counted and have error records), 2 a mistake in the call or its files, 75 stopped
-by SIGTERM or Ctrl-C with every finished result kept."""
+by SIGTERM or Ctrl-C: requests that have begun are finished for up to 20 seconds, and every result is kept."""
 
 
 def main() -> int:

@@ -16,16 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import omegaconf
 import yaml
 from omegaconf import OmegaConf
 
+from k3jax.recipe import ConfigError, merge, read_yaml, require
+
 CONFIG_DIR = Path(__file__).resolve().parent.parent / "configs"
 COMPUTE_DTYPES = ("bfloat16", "float32", "float64")
-
-
-class ConfigError(ValueError):
-    """A mistake in a config file, an override or a checkpoint's config.json; the message is one complete line."""
 
 
 @dataclass(unsafe_hash=True, kw_only=True)
@@ -141,33 +138,33 @@ class ModelConfig:
 
     def validate(self) -> ModelConfig:
         """Return self; raise `ConfigError` where the numbers do not describe a K3-shaped model."""
-        _require(self.num_layers >= 1, f"num_layers = {self.num_layers}: must be at least 1")
+        require(self.num_layers >= 1, f"num_layers = {self.num_layers}: must be at least 1")
         for key in _SIZES:
-            _require(_at(self, key) >= 1, f"{key} = {_at(self, key)}: must be at least 1")
-        _require(self.init_std >= 0, f"init_std = {self.init_std}: must not be negative")
+            require(_at(self, key) >= 1, f"{key} = {_at(self, key)}: must be at least 1")
+        require(self.init_std >= 0, f"init_std = {self.init_std}: must not be negative")
         bad = [layer for layer in self.mla_layers if not 0 <= layer < self.num_layers]
-        _require(not bad, f"mla_layers names layer {bad[:1]}, but num_layers = {self.num_layers}")
-        _require(len(set(self.mla_layers)) == len(self.mla_layers), "mla_layers names a layer twice")
-        _require(self.attn_res_block >= 1, f"attn_res_block = {self.attn_res_block}: must be at least 1")
-        _require(
+        require(not bad, f"mla_layers names layer {bad[:1]}, but num_layers = {self.num_layers}")
+        require(len(set(self.mla_layers)) == len(self.mla_layers), "mla_layers names a layer twice")
+        require(self.attn_res_block >= 1, f"attn_res_block = {self.attn_res_block}: must be at least 1")
+        require(
             0 <= self.num_dense_layers <= self.num_layers,
             f"num_dense_layers = {self.num_dense_layers}: must lie in 0..num_layers = {self.num_layers}",
         )
         moe = self.moe
-        _require(1 <= moe.top_k <= moe.num_experts, f"moe.top_k = {moe.top_k}: num_experts is {moe.num_experts}")
-        _require(
+        require(1 <= moe.top_k <= moe.num_experts, f"moe.top_k = {moe.top_k}: num_experts is {moe.num_experts}")
+        require(
             -10.0 <= self.kda.gate_lower_bound < 0.0, f"kda.gate_lower_bound = {self.kda.gate_lower_bound}: in [-10, 0)"
         )
-        _require(
+        require(
             self.kda.a_log_length >= self.kda.num_heads,
             f"kda.a_log_length = {self.kda.a_log_length}: at least kda.num_heads = {self.kda.num_heads}",
         )
-        _require(self.dtype in COMPUTE_DTYPES, f"dtype = {self.dtype}: one of {', '.join(COMPUTE_DTYPES)}")
+        require(self.dtype in COMPUTE_DTYPES, f"dtype = {self.dtype}: one of {', '.join(COMPUTE_DTYPES)}")
         known = ("bf16", "mxfp8")
-        _require(moe.activations in known, f"moe.activations = {moe.activations}: one of {', '.join(known)}")
+        require(moe.activations in known, f"moe.activations = {moe.activations}: one of {', '.join(known)}")
         if self.quantized_experts or moe.activations == "mxfp8":
             for key, size in (("latent_width", moe.latent_width), ("expert_width", moe.expert_width)):
-                _require(size % 32 == 0, f"moe.{key} = {size}: MXFP4 and MXFP8 need a multiple of 32")
+                require(size % 32 == 0, f"moe.{key} = {size}: MXFP4 and MXFP8 need a multiple of 32")
         if self.vision is not None:
             self._validate_vision(self.vision)
         return self
@@ -175,10 +172,10 @@ class ModelConfig:
     def _validate_vision(self, vision: VisionConfig) -> None:
         for key, size in dataclasses.asdict(vision).items():
             low = 1 if isinstance(size, int) else 0
-            _require(size >= low, f"vision.{key} = {size}: must be at least {low}")
+            require(size >= low, f"vision.{key} = {size}: must be at least {low}")
         for key, size, multiple in (("head_dim", vision.head_dim, 4), ("width", vision.width, 2)):
-            _require(size % multiple == 0, f"vision.{key} = {size}: positions need a multiple of {multiple}")
-        _require(
+            require(size % multiple == 0, f"vision.{key} = {size}: positions need a multiple of {multiple}")
+        require(
             0 <= self.media_id < self.vocab_size,
             f"media_id = {self.media_id}: images need one below vocab_size = {self.vocab_size}",
         )
@@ -332,6 +329,7 @@ class ServeRun:
     prefill_chunk: int = 128  # tokens of a prompt that one prefill step reads
     prefill_rows: int = 1  # prompts that one prefill step reads
     cache_tokens: int = 0  # of MLA cache, of all sequences and kept prompts together; 0: what all slots can fill
+    score_prompts: bool = False  # answer `echo` with log-probabilities of the prompt's tokens
     latents: str = ""  # "fp8" keeps the MLA cache in float8_e4m3fn; empty: in the compute dtype
     snapshot_mib: int = 256  # for KDA states of prompts that have been read (the prefix cache); 0 keeps none
     snapshot_every: int = 4096  # tokens of a prompt between two of them; also at its end, and where prompts part
@@ -354,14 +352,14 @@ def load_model_config(name: str | os.PathLike[str], overrides: Sequence[str] = (
 def load_any_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainRun | ServeRun:
     """A recipe of either kind, told apart by its keys."""
     serving = {field.name for field in dataclasses.fields(ServeRun)} - {"mesh"}
-    if serving & _read_yaml(Path(path)).keys():
+    if serving & read_yaml(Path(path)).keys():
         return load_run(ServeRun, path, overrides)
     return load_run(TrainRun, path, overrides)
 
 
 def load_run(cls: type[Run], path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Run:
     """Build a `TrainRun` or `ServeRun` from a YAML recipe and `key=value` overrides; `ConfigError` on any mistake."""
-    run = _build(cls, _read_yaml(Path(path)), overrides, str(path))
+    run = _build(cls, read_yaml(Path(path)), overrides, str(path))
     if isinstance(run, TrainRun):
         if run.qat:
             run.model.moe.activations = "mxfp8"
@@ -395,35 +393,35 @@ def _validate_train(run: TrainRun) -> None:
         ("stack", run.stack, ("scan", "loop")),
         ("optimizer.schedule", run.optimizer.schedule, ("cosine", "linear", "wsd")),
     ):
-        _require(value in valid, f"{key} = {value}: one of {', '.join(valid)}")
+        require(value in valid, f"{key} = {value}: one of {', '.join(valid)}")
     for key, low in _LOWEST.items():
         value = _at(run, key)
-        _require(value >= low, f"{key} = {value}: must be at least {low}")
+        require(value >= low, f"{key} = {value}: must be at least {low}")
     kinds = sorted({run.model.layer_kind(layer) for layer in range(run.model.num_layers)})
     known = run.remat in ("layer", "none") or set(run.remat.split(",")) <= set(kinds)
-    _require(known, f"remat = {run.remat}: layer, none, or a list of this model's kinds of layers: {','.join(kinds)}")
+    require(known, f"remat = {run.remat}: layer, none, or a list of this model's kinds of layers: {','.join(kinds)}")
     for key in ("optimizer.learning_rate", "optimizer.clip_norm", "optimizer.qk_clip"):
-        _require(0 < _at(run, key) < float("inf"), f"{key} = {_at(run, key)}: must be a number above 0")
+        require(0 < _at(run, key) < float("inf"), f"{key} = {_at(run, key)}: must be a number above 0")
     alone = not (run.lora.rank and run.mtp_weight)
-    _require(alone, f"mtp_weight = {run.mtp_weight}: adapters (lora.rank) do not train its layer; leave one at 0")
+    require(alone, f"mtp_weight = {run.mtp_weight}: adapters (lora.rank) do not train its layer; leave one at 0")
     for key in ("z_loss", "mtp_weight"):
-        _require(0 <= _at(run, key) < float("inf"), f"{key} = {_at(run, key)}: must be 0 or a number above it")
+        require(0 <= _at(run, key) < float("inf"), f"{key} = {_at(run, key)}: must be 0 or a number above it")
     shares = ("min_lr_ratio", "warmup_fraction", "decay_fraction")
     for key in (*(f"optimizer.{name}" for name in shares), "data.eval_fraction"):
-        _require(0 <= _at(run, key) <= 1, f"{key} = {_at(run, key)}: must lie in [0, 1]")
+        require(0 <= _at(run, key) <= 1, f"{key} = {_at(run, key)}: must lie in [0, 1]")
     for source, weight in run.data.mixture.items():
-        _require(0 < weight < float("inf"), f"data.mixture: {source} has weight {weight}, it must be a number above 0")
-    _require(0 <= run.seed < 2**63, f"seed = {run.seed}: must lie in [0, 2^63)")
+        require(0 < weight < float("inf"), f"data.mixture: {source} has weight {weight}, it must be a number above 0")
+    require(0 <= run.seed < 2**63, f"seed = {run.seed}: must lie in [0, 2^63)")
     images, patches = run.data.row_images, run.data.row_patches
-    _require(
+    require(
         patches % 4 == 0 and 4 * images <= patches,
         f"data.row_patches = {patches}: a multiple of 4, and at least 4 for each of data.row_images = {images}",
     )
-    _require(not images or run.model.vision is not None, f"data.row_images = {images}: the model has no vision part")
+    require(not images or run.model.vision is not None, f"data.row_images = {images}: the model has no vision part")
     patch = run.model.vision.patch if run.model.vision else 14
-    _require(not images or patch == 14, f"model.vision.patch = {patch}: images are prepared in patches of 14")
+    require(not images or patch == 14, f"model.vision.patch = {patch}: images are prepared in patches of 14")
     _validate_stages(run)
-    _require(
+    require(
         run.data.batch_size % run.accumulate == 0,
         f"data.batch_size = {run.data.batch_size} is not a multiple of accumulate = {run.accumulate}",
     )
@@ -432,15 +430,15 @@ def _validate_train(run: TrainRun) -> None:
 def _validate_stages(run: TrainRun) -> None:
     ends = [0, *run.stage_ends]
     rising = all(a < b for a, b in itertools.pairwise(ends))
-    _require(
+    require(
         rising and ends[-1] == run.steps,
         f"stages: they end after steps {ends[1:]}; each must end after the one before, the last at steps = {run.steps} "
         "(until: 1.0)",
     )
     for index, stage in enumerate(run.stages):
         for key in ("seq_len", "batch_size", "accumulate"):
-            _require(getattr(stage, key) >= 1, f"stages[{index}].{key} = {getattr(stage, key)}: must be at least 1")
-        _require(
+            require(getattr(stage, key) >= 1, f"stages[{index}].{key} = {getattr(stage, key)}: must be at least 1")
+        require(
             stage.batch_size % stage.accumulate == 0,
             f"stages[{index}].batch_size = {stage.batch_size} is not a multiple of accumulate = {stage.accumulate}",
         )
@@ -449,10 +447,10 @@ def _validate_stages(run: TrainRun) -> None:
 def _build(cls: type[Run], mapping: dict[str, Any], overrides: Sequence[str], place: str) -> Run:
     schema = OmegaConf.structured(cls)
     recipe = _resolve_model(mapping, place)
-    merged = _merge(schema, OmegaConf.create(recipe), place)
+    merged = merge(schema, OmegaConf.create(recipe), place)
     for override in overrides:
         key, _, text = override.partition("=")
-        _require("=" in override and all(key.split(".")), f"override {override!r}: write key=value")
+        require("=" in override and all(key.split(".")), f"override {override!r}: write key=value")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
@@ -460,7 +458,7 @@ def _build(cls: type[Run], mapping: dict[str, Any], overrides: Sequence[str], pl
         node: Any = value
         for part in reversed(key.strip().split(".")):
             node = {part: node}
-        merged = _merge(merged, OmegaConf.create(_resolve_model(node, "command line")), "command line")
+        merged = merge(merged, OmegaConf.create(_resolve_model(node, "command line")), "command line")
     return OmegaConf.to_object(merged)  # type: ignore[return-value]
 
 
@@ -480,73 +478,11 @@ def _model_mapping(name: str | os.PathLike[str], key: str = "model") -> dict[str
     if path.is_dir():
         return dataclasses.asdict(ModelConfig.from_hf(path))
     if path.suffix in (".yaml", ".yml"):
-        return _read_yaml(path)
+        return read_yaml(path)
     named = CONFIG_DIR / "models" / f"{name}.yaml"
     if not named.exists():
         known = sorted(p.stem for p in (CONFIG_DIR / "models").glob("*.yaml"))
         near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"{key} = {name}: no such model{hint} (known: {', '.join(known)}, or a file or folder)")
-    return _read_yaml(named)
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"config {path}: no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path}: cannot be read ({error})") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"config {path}{where}: not valid YAML") from error
-    _require(content is None or isinstance(content, dict), f"config {path}: must be a mapping of keys to values")
-    return content or {}
-
-
-def _merge(base: Any, update: Any, place: str) -> Any:
-    try:
-        return OmegaConf.merge(base, update)
-    except (omegaconf.errors.ConfigKeyError, omegaconf.errors.ConfigAttributeError) as error:
-        full = str(error.full_key or error.key)
-        parent, _, key = full.rpartition(".")
-        node = OmegaConf.select(base, parent) if parent else base
-        known = [str(k) for k in node] if OmegaConf.is_dict(node) else []
-        raise ConfigError(f"{place}: unknown key {full}{_nearest(key, known)}") from error
-    except omegaconf.errors.OmegaConfBaseException as error:
-        reason = _wrong_kind(base, update, error.full_key) or f"{error.full_key}: {str(error).splitlines()[0]}"
-        raise ConfigError(f"{place}: {reason}") from error
-
-
-def _wrong_kind(base: Any, update: Any, failed: str | None, prefix: str = "") -> str | None:
-    """What is wrong with the first value of `update` that is of another kind than that of `base`."""
-    for key, value in update.items():
-        known, full = base.get(key), f"{prefix}{key}"
-        kind = _kind(known)
-        if OmegaConf.is_dict(known) and OmegaConf.is_dict(value):
-            if reason := _wrong_kind(known, value, failed, f"{full}."):
-                return reason
-        elif kind and (OmegaConf.is_dict(known) or value is None or full == failed):
-            return f"{full} = {'(nothing)' if value is None else value}: must be {kind}"
-    return None
-
-
-def _kind(known: Any) -> str:
-    """Words for the kind of a default value; empty for one that may be left out."""
-    if OmegaConf.is_dict(known):
-        return f"a mapping{' with keys of ' + ', '.join(known) if known else ''}"
-    if OmegaConf.is_list(known):
-        return "a list"
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return words.get(type(known), "")
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {match[0]}?" if match else (f"; valid keys: {', '.join(known)}" if known else "")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
+    return read_yaml(named)

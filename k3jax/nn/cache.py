@@ -58,10 +58,17 @@ class Pools:
 
         return dataclasses.replace(self, state=copy(self.state), history=copy(self.history))
 
-    def clear_pages(self, numbers: Int[Array, "n"]) -> Pools:
-        """With pages emptied; a number past the last page clears nothing."""
-        clear = lambda x: x.at[:, numbers].set(jnp.zeros((), x.dtype), mode="drop")  # noqa: E731
-        return dataclasses.replace(self, pages=jax.tree.map(clear, self.pages))
+    def clear_pages(self, numbers: Int[Array, "n"], count: Int[Array, ""]) -> Pools:
+        """With the first `count` of these pages emptied, one after the other; they must exist."""
+
+        def clear(i: Array, pages: Pages) -> Pages:
+            def empty(pool: Array) -> Array:
+                nothing = jnp.zeros((pool.shape[0], 1, *pool.shape[2:]), pool.dtype)
+                return jax.lax.dynamic_update_slice_in_dim(pool, nothing, numbers[i], 1)
+
+            return jax.tree.map(empty, pages)
+
+        return dataclasses.replace(self, pages=jax.lax.fori_loop(0, count, clear, self.pages))
 
 
 @jax.tree_util.register_dataclass

@@ -6,6 +6,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Literal
 
 from k3jax.serve.request import Job
@@ -99,7 +100,8 @@ class TextAnswer(Answer):
         self._decoder, self._stops = tokenizer.decoder(), StopStrings(stops)
         self._pieces: list[str] = []
         self._length = 0  # of `text`
-        self._logprobs: list[tuple[int, int, TokenLogprobs]] = []  # token, offset in the text
+        self._logprobs: list[tuple[int, int, TokenLogprobs | None]] = []  # token, offset in the text
+        self._echoes = request.echo  # until the prompt is in the text
 
     @property
     def text(self) -> str:
@@ -108,6 +110,8 @@ class TextAnswer(Answer):
 
     def feed(self, event: Event) -> None:
         self.num_tokens += event.token is not None
+        if self._echoes:
+            self._echo(event)
         if event.token is not None and event.finish != "stop":
             if event.logprobs is not None:
                 self._logprobs.append((event.token, self._length + self._stops.num_held, event.logprobs))
@@ -116,6 +120,14 @@ class TextAnswer(Answer):
             self._append(self._stops.feed(self._decoder.finish()))
             self._append(self._stops.finish())
         self.finish = "stop" if self._stops.stopped else event.finish
+
+    def _echo(self, event: Event) -> None:
+        """Begin with the prompt, and with its log-probabilities if they came; its first token has none."""
+        self._echoes = False
+        for token, logprobs in zip_longest(self.request.prompt, (None, *event.prompt)):
+            if self.request.scores_prompt:
+                self._logprobs.append((token, self._length, logprobs))
+            self._append(self._decoder.feed(token))
 
     def choice(self) -> dict[str, Any]:
         return {
@@ -132,9 +144,9 @@ class TextAnswer(Answer):
         shown = [entry for entry in self._logprobs if entry[1] < self._length or not self._stops.stopped]
         return {
             "tokens": [self._spell(token) for token, _, _ in shown],
-            "token_logprobs": [_finite(entry.logprob) for _, _, entry in shown],
+            "token_logprobs": [entry and _finite(entry.logprob) for _, _, entry in shown],
             "top_logprobs": [
-                {self._spell(token): _finite(value) for token, value in entry.top} for _, _, entry in shown
+                entry and {self._spell(token): _finite(value) for token, value in entry.top} for _, _, entry in shown
             ],
             "text_offset": [offset for _, offset, _ in shown],
         }

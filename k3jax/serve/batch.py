@@ -54,14 +54,14 @@ class Summary:
     interrupted: bool = False
 
     @property
-    def hit_rate(self) -> str:
-        """Prompt tokens that were not read again; empty where there are none."""
-        return f"{self.cached_tokens / self.prompt_tokens:.0%} cached" if self.cached_tokens else ""
+    def hit_rate(self) -> float:
+        """Share of the prompts' tokens that were not read again."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def __str__(self) -> str:
         parts = [f"{self.completed} completed", f"{self.failed} failed"]
         parts += [f"{self.skipped} already done"] if self.skipped else []
-        parts += [f"{self.hit_rate[:-7]} of the prompts' tokens cached"] if self.hit_rate else []
+        parts += [f"{self.hit_rate:.0%} of the prompts' tokens from the cache"] if self.hit_rate else []
         return ", ".join(parts) + ("; interrupted, a rerun resumes" if self.interrupted else "")
 
 
@@ -208,7 +208,8 @@ class Batch:
     def _speed(self, progress: Progress, bar: TaskID) -> str:
         elapsed = progress.tasks[bar].elapsed or 0.0
         speed = f"{self.summary.tokens / elapsed:,.0f} tokens/s" if elapsed else ""
-        return "  ".join(part for part in (speed, self.summary.hit_rate) if part)
+        cached = f"{self.summary.hit_rate:.0%} cached" if self.summary.hit_rate else ""
+        return "  ".join(part for part in (speed, cached) if part)
 
 
 def parse_request(line: Line, *, tokenizer: Tokenizer, limits: Limits, reader: ImageReader | None = None) -> Job:

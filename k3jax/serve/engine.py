@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,6 +102,7 @@ class Chunk:
     pages: Int[np.ndarray, "W"]
     seen: UInt32[np.ndarray, "words"]
     sampling: Sampling
+    targets: Sequence[int] = ()  # the token after each of `tokens`, to have its log-probability; none: it is not wanted
     allowed: UInt32[np.ndarray, "words"] | None = None
     features: Float[np.ndarray, "n D"] | None = None
 
@@ -108,7 +110,8 @@ class Chunk:
 class Engine:
     """The pools of `sizes` and the programs over them; `report` is told what is being compiled.
 
-    `latents` "fp8" keeps the MLA latents in float8_e4m3fn with one scale a token; "" in the compute dtype.
+    `latents` "fp8" keeps the MLA latents in float8_e4m3fn with one scale a token; "" in the compute dtype. Only with
+    `scores` can a chunk ask for log-probabilities of a prompt's own tokens.
     """
 
     def __init__(
@@ -118,9 +121,10 @@ class Engine:
         *,
         max_top_logprobs: int,
         latents: str = "",
+        scores: bool = False,
         report: Callable[[str], None] = lambda message: None,
     ) -> None:
-        self.sizes, self._model, self._top, self._report = sizes, model, max_top_logprobs, report
+        self.sizes, self.scores, self._model, self._top, self._report = sizes, scores, model, max_top_logprobs, report
         self._vocab = model.config.vocab_size
         num_slots = sizes.slots + sizes.snapshots
         self._pools = Pools.zeros(
@@ -131,6 +135,11 @@ class Engine:
         self._all_allowed, self._samplings = everything, [Sampling(temperature=0.0)] * sizes.slots
         self._rows: SamplingRows | None = None
         self._compile_all()
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Memory that the larger of prefill and decode needs beside weights and pools."""
+        return max(program.memory_analysis().temp_size_in_bytes for program in (self._prefill, self._decode))
 
     def vocabulary_bits(self, tokens: Sequence[int]) -> UInt32[np.ndarray, "words"]:
         """`Chunk.seen` of a prompt."""
@@ -147,7 +156,8 @@ class Engine:
             if self._samplings[chunk.slot] != chunk.sampling:
                 self._samplings[chunk.slot], self._rows = chunk.sampling, None
         rows = self._prefill_rows(chunks)
-        return self._run(self._prefill if rows.features is None else self._prefill_images, rows, logprobs)
+        program = self._prefill if rows.features is None else self._prefill_images
+        return self._run(program, rows, *self._targets(chunks), logprobs=logprobs)
 
     def decode(
         self,
@@ -162,7 +172,7 @@ class Engine:
 
         Other slots stay unchanged.
         """
-        return self._run(self._decode, self._decode_rows(tokens, length, page_table, allowed), logprobs)
+        return self._run(self._decode, self._decode_rows(tokens, length, page_table, allowed), logprobs=logprobs)
 
     def copy(self, source: int, target: int) -> None:
         """Make slot `target` equal to `source`, of any kind. Raises IndexError for a slot that does not exist."""
@@ -174,37 +184,41 @@ class Engine:
         """Empty pages."""
         size = self.sizes.slots
         for start in range(0, len(pages), size):
-            numbers = np.full(size, self.sizes.pages, np.int32)
-            part = pages[start : start + size]
+            numbers, part = np.zeros(size, np.int32), pages[start : start + size]
             numbers[: len(part)] = part
-            self._pools = self._clear(self._pools, numbers)
+            self._pools = self._clear(self._pools, numbers, np.int32(len(part)))
 
     def _check_slot(self, slot: int, count: int) -> None:
         if not 0 <= slot < count:  # a dynamic index would be clipped to another sequence's slot
             raise IndexError(f"slot {slot} of {count}")
 
     def _compile_all(self) -> None:
-        s = self.sizes
-        idle = np.zeros(s.slots, np.int32)
-        table = np.full((s.slots, s.table_width), -1, np.int32)
-        self._report(f"compiling prefill [{s.prefill_rows}, {s.prefill_chunk}]")
+        """Trace the programs one after the other and compile them side by side."""
+        s, top = self.sizes, self._top
+        idle, number = np.zeros(s.slots, np.int32), np.int32(0)
+        rows = self._decode_rows(idle, idle, np.full((s.slots, s.table_width), -1, np.int32), None)
         state = (self._model, self._pools, self._history)
-        prefill, rows = partial(programs.prefill, top=self._top), self._prefill_rows(())
-        self._prefill = _compiled(prefill, *state, rows, donate=(1, 2))
+        read = partial(programs.prefill_and_score if self.scores else programs.prefill, top=top)
+        chunks = self._prefill_rows(())
+        self._report(f"compiling prefill [{s.prefill_rows}, {s.prefill_chunk}]")
+        lowered = {"prefill": _lowered(read, *state, chunks, *self._targets(()), donate=(1, 2))}
         if self._model.vision is not None:
             no_features: Any = self._no_features()
-            with_images = dataclasses.replace(rows, features=no_features)
-            self._prefill_images = _compiled(prefill, *state, with_images, donate=(1, 2))
+            chunks = dataclasses.replace(chunks, features=no_features)
+            lowered["prefill_images"] = _lowered(read, *state, chunks, *self._targets(()), donate=(1, 2))
         self._report(f"compiling decode [{s.slots}, 1]")
-        idle_rows = self._decode_rows(idle, idle, table, None)
-        self._decode = _compiled(partial(programs.decode, top=self._top), *state, idle_rows, donate=(1, 2))
-        number = np.int32(0)
-        self._copy = _compiled(programs.copy_slot, self._pools, number, number, donate=(0,))
-        self._clear = _compiled(programs.clear_pages, self._pools, idle, donate=(0,))
+        lowered["decode"] = _lowered(partial(programs.decode, top=top), *state, rows, donate=(1, 2))
+        lowered["copy"] = _lowered(programs.copy_slot, self._pools, number, number, donate=(0,))
+        lowered["clear"] = _lowered(programs.clear_pages, self._pools, idle, number, donate=(0,))
+        with ThreadPoolExecutor() as threads:
+            compiled = dict(zip(lowered, threads.map(lambda program: program.compile(), lowered.values()), strict=True))
+        self._prefill, self._decode = compiled["prefill"], compiled["decode"]
+        self._copy, self._clear = compiled["copy"], compiled["clear"]
+        self._prefill_images = compiled.get("prefill_images", self._prefill)
 
-    def _run(self, program: Callable, rows: PrefillRows | DecodeRows, logprobs: bool) -> Sampled:
-        self._pools, self._history, sampled = program(self._model, self._pools, self._history, rows)
-        return jax.device_get(sampled if logprobs else dataclasses.replace(sampled, logprobs=None))
+    def _run(self, program: Callable, *rows: Any, logprobs: bool) -> Sampled:
+        self._pools, self._history, sampled = program(self._model, self._pools, self._history, *rows)
+        return jax.device_get(sampled if logprobs else dataclasses.replace(sampled, logprobs=None, prompt=None))
 
     def _prefill_rows(self, chunks: Sequence[Chunk]) -> PrefillRows:
         s, count = self.sizes, self.sizes.prefill_rows
@@ -232,6 +246,15 @@ class Engine:
         samplings = [chunk.sampling for chunk in chunks] + [Sampling()] * (count - len(chunks))
         return PrefillRows(**rows, sampling=SamplingRows.of(samplings))
 
+    def _targets(self, chunks: Sequence[Chunk]) -> tuple[np.ndarray, ...]:
+        """The further argument of a prefill that scores."""
+        if not self.scores:
+            return ()
+        targets = np.full((self.sizes.prefill_rows, self.sizes.prefill_chunk), -1, np.int32)
+        for row, chunk in enumerate(chunks):
+            targets[row, : len(chunk.targets)] = chunk.targets
+        return (targets,)
+
     def _no_features(self) -> np.ndarray:
         config = self._model.config
         shape = (self.sizes.prefill_rows, self.sizes.prefill_chunk, config.width)
@@ -244,5 +267,5 @@ class Engine:
         return DecodeRows(tokens=tokens, page_table=page_table, length=length, sampling=self._rows, allowed=allowed)
 
 
-def _compiled(program: Callable, *arguments: Any, donate: tuple[int, ...]) -> Callable:
-    return jax.jit(program, donate_argnums=donate).lower(*arguments).compile()
+def _lowered(program: Callable, *arguments: Any, donate: tuple[int, ...]) -> jax.stages.Lowered:
+    return jax.jit(program, donate_argnums=donate).lower(*arguments)

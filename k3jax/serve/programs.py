@@ -7,6 +7,7 @@ pools and the history are donated and updated in place.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import jax
@@ -16,8 +17,10 @@ from jaxtyping import Array, Float, Int, UInt32
 from k3jax.nn.cache import Cache, Pools
 from k3jax.nn.generate import extend, extend_hidden, hidden_at
 from k3jax.nn.transformer import Transformer
-from k3jax.serve.sampler import History, Sampled, SamplingRows, sample
+from k3jax.serve.sampler import History, Logprobs, Sampled, SamplingRows, sample
 from sharding.local import index_of, size_of, total
+
+SCORED = 64  # tokens of a prompt whose logits exist at one time
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +62,23 @@ def prefill(
 
     It is `finite` where everything that the row computed is: a NaN in the middle of a chunk would stay in the pools.
     """
+    return _read(model, pools, history, rows, top)[1:]
+
+
+def prefill_and_score(
+    model: Transformer, pools: Pools, history: History, rows: PrefillRows, targets: Int[Array, "P C"], *, top: int
+) -> tuple[Pools, History, Sampled]:
+    """As `prefill`, with log-probabilities of the prompts' own tokens: `targets` follow the tokens of a chunk.
+
+    -1 is a target that is not wanted; a call without any costs nothing more.
+    """
+    hidden, pools, history, sampled = _read(model, pools, history, rows, top)
+    return pools, history, dataclasses.replace(sampled, prompt=_scored(model, hidden, targets, top))
+
+
+def _read(
+    model: Transformer, pools: Pools, history: History, rows: PrefillRows, top: int
+) -> tuple[Float[Array, "P C D"], Pools, History, Sampled]:
     page, chunk = pools.pages.latent.shape[2] * size_of("page"), rows.tokens.shape[1] * size_of("seq")
     # Pages of later chunks still hold what their last owner left.
     written = jnp.arange(rows.page_table.shape[1]) * page < rows.length[:, None] + chunk
@@ -70,7 +90,20 @@ def prefill(
     place = index_of("seq") * hidden.shape[1] + jnp.arange(hidden.shape[1])
     bad = ~jnp.all(jnp.isfinite(hidden), axis=-1) & (place < rows.num_valid[:, None])
     finite = total(jnp.sum(bad, axis=1), "seq") == 0
-    return cache.pools, history, dataclasses.replace(sampled, finite=sampled.finite & finite)
+    return hidden, cache.pools, history, dataclasses.replace(sampled, finite=sampled.finite & finite)
+
+
+def _scored(model: Transformer, hidden: Float[Array, "P C D"], targets: Int[Array, "P C"], top: int) -> Logprobs:
+    """Log-probabilities of the targets, where there are any, with the logits of `SCORED` tokens at one time."""
+    lead, block = targets.shape, math.gcd(targets.shape[1], SCORED)
+    parts = hidden.reshape(-1, block, hidden.shape[-1]), jnp.maximum(targets, 0).reshape(-1, block)
+
+    def score() -> Logprobs:
+        return jax.lax.map(lambda part: Logprobs.of(model.logits(part[0]), part[1], top=top), parts)
+
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(score))
+    found = jax.lax.cond(jnp.any(targets >= 0), score, lambda: nothing)
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[2:]), found)
 
 
 def decode(
@@ -89,6 +122,6 @@ def copy_slot(pools: Pools, source: Int[Array, ""], target: Int[Array, ""]) -> P
     return pools.copy_slot(source, target)
 
 
-def clear_pages(pools: Pools, numbers: Int[Array, "n"]) -> Pools:
+def clear_pages(pools: Pools, numbers: Int[Array, "n"], count: Int[Array, ""]) -> Pools:
     """Empty pages that a sequence will write token by token; what the last owner left there must not be read."""
-    return pools.clear_pages(numbers)
+    return pools.clear_pages(numbers, count)

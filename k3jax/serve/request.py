@@ -11,7 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from k3jax.serve.fields import RequestError, check_names, field, is_int, is_number, kind, number, shown, text, whole
+from k3jax.serve.fields import (
+    RequestError,
+    check_names,
+    field,
+    flag,
+    is_int,
+    is_number,
+    kind,
+    number,
+    shown,
+    text,
+    whole,
+)
 from k3jax.serve.sampler import MAX_BIAS, Sampling
 from k3jax.serve.scheduler import Request
 from k3jax.text import Tokenizer
@@ -32,7 +44,7 @@ SAMPLING = (
 )
 SHARED = (*SAMPLING, "model", "max_tokens", "n", "stop", "logprobs", "user", "metadata")  # fields of both endpoints
 # Known fields that are not supported, with the value that asks for nothing; null always does.
-NEUTRAL: dict[str, Any] = {"best_of": 1, "echo": False, "stream": False, "suffix": "", "stream_options": {}}
+NEUTRAL: dict[str, Any] = {"best_of": 1, "stream": False, "suffix": "", "stream_options": {}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +54,7 @@ class Limits:
     max_context: int
     default_max_tokens: int
     max_top_logprobs: int
+    score_prompts: bool = False  # whether `echo` can come with log-probabilities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +112,9 @@ def body_of(line: Line) -> dict[str, Any]:
 def completion_job(line: Line, *, tokenizer: Tokenizer, limits: Limits) -> Job:
     """Check the body of a plain completion. Raises `RequestError` naming the field, its value and what is allowed."""
     body = body_of(line)
-    check_names(body, known=(*SHARED, "prompt"), neutral=NEUTRAL)
-    prompt = prompt_ids(body, tokenizer)
-    max_tokens = whole(body, "max_tokens", limits.default_max_tokens, 1)
+    check_names(body, known=(*SHARED, "prompt", "echo"), neutral=NEUTRAL)
+    prompt, echo = prompt_ids(body, tokenizer), flag(body, "echo", False)
+    max_tokens = whole(body, "max_tokens", limits.default_max_tokens, 0 if echo else 1)
     check_length(len(prompt), max_tokens, limits, prompt="prompt", completion="max_tokens")
     request = Request(
         key=line.custom_id,
@@ -110,7 +123,11 @@ def completion_job(line: Line, *, tokenizer: Tokenizer, limits: Limits) -> Job:
         sampling=sampling(body, line.custom_id, tokenizer),
         stop_ids=tokenizer.stop_ids,
         top_logprobs=whole(body, "logprobs", None, 0, limits.max_top_logprobs),
+        echo=echo,
     )
+    if request.scores_prompt and not limits.score_prompts:
+        message = "echo with logprobs: the recipe must say score_prompts: true"
+        raise RequestError(message, code="unsupported", param="echo")
     return Job(custom_id=line.custom_id, requests=choices(body, request), stops=stops(body))
 
 

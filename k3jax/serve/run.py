@@ -58,6 +58,7 @@ def serve(run: ServeRun, paths: Paths, *, show_answers: bool = False) -> int:
             sizes_of(run, model.config),
             max_top_logprobs=run.max_top_logprobs,
             latents=run.latents,
+            scores=run.score_prompts,
             report=report,
         )
         scheduler = Scheduler(engine, snapshot_every=run.snapshot_every)
@@ -65,6 +66,7 @@ def serve(run: ServeRun, paths: Paths, *, show_answers: bool = False) -> int:
             max_context=run.max_context,
             default_max_tokens=run.default_max_tokens,
             max_top_logprobs=run.max_top_logprobs,
+            score_prompts=run.score_prompts,
         )
         name = model.config.name
         batch = Batch(scheduler=scheduler, tokenizer=tokenizer, limits=limits, model_name=name, stopping=stopping)

@@ -133,19 +133,31 @@ def token_bits(tokens: Sequence[int], vocab: int) -> UInt32[np.ndarray, "words"]
 class Logprobs:
     """Log-probabilities in nats, float32, under the model's own distribution: before biases, penalties and filters."""
 
-    chosen: Float[Array, "B"]
-    top_ids: Int[Array, "B N"]  # the N likeliest tokens, likeliest first
-    top: Float[Array, "B N"]
+    chosen: Float[Array, "*B"]
+    top_ids: Int[Array, "*B N"]  # the N likeliest tokens, likeliest first
+    top: Float[Array, "*B N"]
+
+    @classmethod
+    def of(cls, logits: Float[Array, "*B V"], tokens: Int[Array, "*B"], *, top: int) -> Logprobs:
+        """Of `tokens`, and of the `top` likeliest ones."""
+        logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        chosen = jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+        values, ids = jax.lax.top_k(logprobs, top)
+        return cls(chosen=chosen, top_ids=ids, top=values)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["token", "finite", "logprobs"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["token", "finite", "logprobs", "prompt"], meta_fields=[])
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """The next token of every row. Where `finite` is false the logits held NaN or infinity: ignore `token`."""
+    """The next token of every row. Where `finite` is false the logits held NaN or infinity: ignore `token`.
+
+    A prefill has the prompt's own tokens in `prompt`, with one dim more: of each token of the chunk, the next one.
+    """
 
     token: Int[Array, "B"]
     finite: Bool[Array, "B"]
     logprobs: Logprobs | None
+    prompt: Logprobs | None = None
 
 
 def sample(
@@ -163,17 +175,12 @@ def sample(
     whether token t may be drawn; each row must allow one.
     """
     logits = logits.astype(jnp.float32)
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
     adjusted = _masked(_adjusted(logits, rows, history), allowed)
     greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
     drawn = jax.lax.cond(jnp.any(rows.temperature > 0), lambda: _draw(adjusted, rows, position), lambda: greedy)
     token = jnp.where(rows.temperature > 0, drawn, greedy)
-    chosen = jnp.take_along_axis(logprobs, token[:, None], axis=-1)[:, 0]
-    top_values, top_ids = jax.lax.top_k(logprobs, top)
     return Sampled(
-        token=token,
-        finite=jnp.all(jnp.isfinite(logits), axis=-1),
-        logprobs=Logprobs(chosen=chosen, top_ids=top_ids, top=top_values),
+        token=token, finite=jnp.all(jnp.isfinite(logits), axis=-1), logprobs=Logprobs.of(logits, token, top=top)
     )
 
 

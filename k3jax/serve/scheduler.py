@@ -23,7 +23,7 @@ from k3jax.serve.fields import RequestError
 from k3jax.serve.images import PromptImages
 from k3jax.serve.pages import PagePool
 from k3jax.serve.prefix_cache import PrefixCache
-from k3jax.serve.sampler import ALL_BITS, Sampled, Sampling
+from k3jax.serve.sampler import ALL_BITS, Logprobs, Sampled, Sampling
 
 READERS = 4  # prompts that are read at one time, at least; more where there are many slots
 SLOTS_PER_READER = 8
@@ -34,7 +34,9 @@ class Request:
     """One sequence to complete. `stop_ids` end it and are not part of the text; `top_logprobs` None asks for none.
 
     `constraint` says which tokens may follow; it is followed on the host, token by token. `shared_tokens` is how much
-    of the prompt others are likely to begin with (a system prompt), so that its state is worth keeping.
+    of the prompt others are likely to begin with (a system prompt), so that its state is worth keeping. `echo` asks for
+    the log-probabilities of the prompt's own tokens with the first event (where `top_logprobs` asks for any); such a
+    prompt is read whole. `max_tokens` 0 ends after that.
     """
 
     key: str  # unique among the requests in flight
@@ -45,12 +47,18 @@ class Request:
     top_logprobs: int | None = None
     constraint: Constraint | None = None
     shared_tokens: int = 0
+    echo: bool = False
     images: PromptImages | None = None
 
     @property
     def identity(self) -> tuple[int, ...]:
         """What prompts with the same beginning share: token ids, and keys of images in place of theirs."""
         return self.prompt if self.images is None else self.images.identity
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are wanted."""
+        return self.echo and self.top_logprobs is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +73,8 @@ class TokenLogprobs:
 class Event:
     """One generated token of a request. The last one has `finish`; with "error" comes what went wrong.
 
+    Without any generated token (`max_tokens` 0) `token` is None.
+
     `cached_tokens` of the prompt were not read, because their memory was kept.
     """
 
@@ -74,6 +84,7 @@ class Event:
     finish: Literal["stop", "length", "error"] | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
+    prompt: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens from the second on, with the first event
 
 
 class Device(Protocol):
@@ -119,6 +130,7 @@ class _Sequence:
     length: int = 0
     seen: np.ndarray | None = None
     marks: set[int] = field(default_factory=set)  # lengths after which its state is worth keeping
+    scored: list[TokenLogprobs] = field(default_factory=list)  # the prompt's tokens from the second on
 
     @property
     def reads(self) -> bool:
@@ -222,8 +234,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         readers = max(READERS, self._sizes.slots // SLOTS_PER_READER)
+        reading = [sequence for sequence in self._running() if sequence.reads]
         for sequence in list(self._waiting):
-            reading = [other for other in self._running() if other.reads]
             if len(reading) >= readers or None not in self._slots:
                 return
             if self._waits_for(sequence, reading):
@@ -231,14 +243,15 @@ class Scheduler:
             if not self._start(sequence):
                 return
             self._waiting.remove(sequence)
+            reading.append(sequence)
 
     def _waits_for(self, sequence: _Sequence, reading: Sequence[_Sequence]) -> bool:
         """Whether somebody is about to read what `sequence` begins with; the state after it will then be kept."""
-        if not self._sizes.snapshots:
+        if not self._sizes.snapshots or sequence.request.scores_prompt:
             return False
-        prompt = sequence.request.identity
+        identity = sequence.request.identity
         for other in reading:
-            shared = _common(prompt[:-1], other.request.identity, self._sizes.prefill_chunk)
+            shared = _common(identity[:-1], other.request.identity, self._sizes.prefill_chunk)
             if shared > other.length:
                 other.marks.add(shared)
                 return True
@@ -246,9 +259,11 @@ class Scheduler:
 
     def _start(self, sequence: _Sequence) -> bool:
         """Give a slot and pages to a sequence; False where there are too few."""
-        page, prompt = self._sizes.page, sequence.request.prompt
-        total = -(-(len(prompt) + max(1, len(sequence.generated))) // page)
-        hit = self._prefixes.match(sequence.request.identity[:-1])  # one token is always read: its logits are wanted
+        page, request = self._sizes.page, sequence.request
+        length = len(request.prompt)
+        total = -(-(length + max(1, len(sequence.generated))) // page)
+        # One token at least is read, for its logits; a prompt that is scored is read whole.
+        hit = self._prefixes.match(() if request.scores_prompt else request.identity[:-1])
         self._pool.hold(hit.pages)
         slot = self._slots.index(None)
         if hit.length:  # before making room can evict it
@@ -258,9 +273,9 @@ class Scheduler:
             self._pool.drop(hit.pages)
             return False
         pages = self._pool.take(total - len(hit.pages))
-        self._slots[slot], sequence.slot, sequence.length = sequence, slot, hit.length
+        self._slots[slot], sequence.slot, sequence.length, sequence.scored = sequence, slot, hit.length, []
         self._hold(sequence, [*hit.pages, *pages])
-        self._device.clear(sequence.pages[-(-len(prompt) // page) :])  # chunks overwrite whole pages, tokens do not
+        self._device.clear(sequence.pages[-(-length // page) :])  # chunks overwrite whole pages, tokens do not
         self._note_start(sequence, hit.length, hit.shared)
         return True
 
@@ -291,6 +306,7 @@ class Scheduler:
             if not sampled.finite[row]:
                 events.append(self._event(sequence, sampled, row))
                 continue
+            sequence.scored += _scored(sequence.request, chunk, sampled, row)
             self._keep_state(sequence)
             if not sequence.reads and not sequence.replays:
                 events.append(self._event(sequence, sampled, row))
@@ -310,6 +326,7 @@ class Scheduler:
             pages=self._table[sequence.slot],
             seen=sequence.seen,
             sampling=request.sampling,
+            targets=request.prompt[start + 1 : start + 1 + len(tokens)] if request.scores_prompt else (),
             allowed=allowed,
             features=None if images is None else images.within(start, start + len(tokens)),
         )
@@ -358,6 +375,8 @@ class Scheduler:
         if not sampled.finite[row]:
             error = RequestError("the model gave logits that are not finite", code="non_finite_logits")
             return self._failed(sequence, error)
+        if request.max_tokens == 0:
+            return self._scored_only(sequence)
         token = int(sampled.token[row])
         try:
             if sequence.guide is not None:
@@ -378,6 +397,14 @@ class Scheduler:
             logprobs=_logprobs(request, sampled, row),
             finish=finish,
             cached_tokens=sequence.cached or 0,
+            prompt=tuple(sequence.scored) if len(sequence.generated) == 1 else (),
+        )
+
+    def _scored_only(self, sequence: _Sequence) -> Event:
+        self._take_slot_from(sequence)
+        cached = sequence.cached or 0
+        return Event(
+            request=sequence.request, token=None, finish="length", cached_tokens=cached, prompt=tuple(sequence.scored)
         )
 
     def _failed(self, sequence: _Sequence, error: RequestError) -> Event:
@@ -407,6 +434,16 @@ def _allowed(rows: Sequence[tuple[int, _Sequence]], *, num_rows: int) -> np.ndar
 def _logprobs(request: Request, sampled: Sampled, row: int) -> TokenLogprobs | None:
     if request.top_logprobs is None or sampled.logprobs is None:
         return None
-    values = sampled.logprobs
-    top = zip(values.top_ids[row].tolist(), values.top[row].tolist(), strict=True)
-    return TokenLogprobs(logprob=float(values.chosen[row]), top=tuple(top)[: request.top_logprobs])
+    return _entry(request, sampled.logprobs, row)
+
+
+def _scored(request: Request, chunk: Chunk, sampled: Sampled, row: int) -> list[TokenLogprobs]:
+    """Of the tokens after each of a chunk's, where they are wanted."""
+    if not chunk.targets or sampled.prompt is None:
+        return []
+    return [_entry(request, sampled.prompt, (row, at)) for at in range(len(chunk.targets))]
+
+
+def _entry(request: Request, values: Logprobs, at: int | tuple[int, int]) -> TokenLogprobs:
+    top = zip(values.top_ids[at].tolist(), values.top[at].tolist(), strict=True)
+    return TokenLogprobs(logprob=float(values.chosen[at]), top=tuple(top)[: request.top_logprobs])

@@ -1,6 +1,7 @@
 """A tiny random model, its engine, and an engine without a model that answers from a table."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -101,7 +102,10 @@ class TableEngine:
                 self._states[chunk.slot] = []
             self._read(chunk.slot, chunk.start, chunk.tokens, chunk.pages)
             self._prompts[chunk.slot] = list(self._states[chunk.slot])
-        return self._sampled([self._next(chunk.slot) for chunk in chunks])
+        shape = len(chunks), self.sizes.prefill_chunk
+        top = np.full((*shape, 2), -0.25, np.float32)
+        prompt = Logprobs(chosen=top[..., 0], top_ids=np.full(top.shape, 65, np.int32), top=top)
+        return replace(self._sampled([self._next(chunk.slot) for chunk in chunks]), prompt=prompt)
 
     def decode(
         self,

@@ -49,7 +49,7 @@ def serve(table_engine, tmp_path: Path) -> Callable[..., Summary]:
             batch = Batch(
                 scheduler=Scheduler(table_engine(reply)),
                 tokenizer=Tokenizer.bytes(),
-                limits=Limits(max_context=max_context, default_max_tokens=8, max_top_logprobs=2),
+                limits=Limits(max_context=max_context, default_max_tokens=8, max_top_logprobs=2, score_prompts=True),
                 model_name="tiny",
                 stopping=stopping,
             )
@@ -158,6 +158,26 @@ def test_a_line_of_several_choices_has_one_record(serve, records, make) -> None:
     assert texts == ["ONE!"] * 5
     assert by_id["a"]["usage"]["completion_tokens"] == 5 * by_id["b"]["usage"]["completion_tokens"]
     assert len(by_id) == 2
+
+
+def test_echo_puts_the_prompt_before_the_text(serve, records) -> None:
+    asked = {
+        "text": {"max_tokens": 2},
+        "scored": {"max_tokens": 1, "logprobs": 1},
+        "only": {"max_tokens": 0, "logprobs": 1},
+    }
+    serve([line(custom_id, "hey you", echo=True, **body) for custom_id, body in asked.items()])
+    assert texts(records()) == {"text": "hey youHE", "scored": "hey youH", "only": "hey you"}
+    bodies = {record["custom_id"]: record["response"]["body"] for record in records()}
+    assert bodies["text"]["choices"][0]["logprobs"] is None
+    found = bodies["scored"]["choices"][0]["logprobs"]
+    assert found["tokens"] == [*"hey you", "H"]
+    assert found["token_logprobs"] == [None, *[-0.25] * 6, -0.5]
+    assert found["top_logprobs"] == [None, *[{"A": -0.25}] * 6, {"H": -0.5}]
+    assert found["text_offset"] == list(range(8))
+    assert bodies["only"]["choices"][0]["logprobs"]["token_logprobs"] == [None, *[-0.25] * 6]
+    generated = {custom_id: body["usage"]["completion_tokens"] for custom_id, body in bodies.items()}
+    assert generated == {"text": 2, "scored": 1, "only": 0}
 
 
 def test_a_line_repaired_after_a_run_is_served_by_the_next(serve, records) -> None:

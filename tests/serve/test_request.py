@@ -64,7 +64,7 @@ def test_defaults_are_openais_and_the_recipes() -> None:
 
 def test_null_is_absent_and_neutral_values_of_unsupported_fields_pass() -> None:
     names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "suffix", "n", "logit_bias")
-    neutral = {"n": 1, "best_of": 1, "echo": False, "stream": False, "presence_penalty": 0.0, "logit_bias": {}}
+    neutral = {"n": 1, "best_of": 1, "stream": False, "presence_penalty": 0.0, "logit_bias": {}}
     plain = parse({"prompt": "x"})
     assert parse({"prompt": "x", **dict.fromkeys(names)}) == plain
     assert parse({"prompt": "x", **neutral}) == plain
@@ -146,7 +146,8 @@ def test_a_text_prompt_holds_no_specials() -> None:
             "an object of at most 300 token",
         ),
         ({"prompt": "x", "best_of": 3}, "best_of", "best_of = 3 is not supported"),
-        ({"prompt": "x", "echo": True}, "echo", "echo = true is not supported"),
+        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", "the recipe must say score_prompts: true"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens = 0"),
         ({"prompt": "x", "stream": True}, "stream", "stream = true is not supported"),
         ({"prompt": "x", "suffix": "y"}, "suffix", 'suffix = "y" is not supported'),
         ({"prompt": "x", "temprature": 1}, "temprature", "unknown field 'temprature'; did you mean 'temperature'?"),
