@@ -21,8 +21,9 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "JAX_PLATFORMS": "cpu",
 }
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-_CALL = re.compile(rf"= .*?\s({'|'.join(COLLECTIVES)})(?:-start)?\(")
+_COLLECTIVE = re.compile(
+    r"stablehlo\.(all_gather|all_reduce|reduce_scatter|all_to_all|collective_permute)\"?\(|@(ragged_all_to_all)\("
+)
 
 
 def topology_devices(topology: str) -> list[Any]:
@@ -39,9 +40,9 @@ def topology_devices(topology: str) -> list[Any]:
 
 
 def compile_program(lower: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """The compiled program, and the record of it: bytes of one device, seconds, collectives in the program's text.
+    """The compiled program, and the record of it: bytes of one device, seconds, collectives in the lowered program.
 
-    A collective inside a loop is counted once.
+    A collective inside a loop is counted once, whatever its trips.
     """
     from pallas_kernels.dispatch import compiling_for
 
@@ -59,5 +60,11 @@ def compile_program(lower: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
         "peak_bytes": memory.peak_memory_in_bytes,
         "lower_s": round(lowering, 1),
         "compile_s": round(time.monotonic() - began - lowering, 1),
-        "collectives": dict(sorted(Counter(_CALL.findall(compiled.as_text())).items())),
+        "collectives": _collectives(lowered.as_text()),
     }
+
+
+def _collectives(text: str) -> dict[str, int]:
+    """Calls in a lowered program by name."""
+    found = Counter((one or other).replace("_", "-") for one, other in _COLLECTIVE.findall(text))
+    return dict(sorted(found.items()))

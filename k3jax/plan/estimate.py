@@ -26,6 +26,7 @@ class Estimate:
     held: dict[str, float]
     flops: float
     hbm_bytes: float
+    arguments: float = 0.0  # bytes of the program's arguments, exact but for padding
     axis_bytes: dict[str, float] = field(default_factory=dict)
     tokens: float = 0.0  # of all devices in one step
 

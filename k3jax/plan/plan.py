@@ -59,7 +59,7 @@ def make_plan(
         program = _program(run, mode, devices, slice_)
         records[mode] = _record(program.estimate(), slice_)
         if compile_too:
-            records[mode]["compiled"] = _compiled(program, save and save / f"{mode}")
+            records[mode]["compiled"] = _compiled(program, save and save / mode)
     fits = all(_needed(record) <= slice_.memory for record in records.values())
     plan = {"config": config, "topology": topology, "devices": slice_.devices, "memory": slice_.memory}
     return {**plan, "mesh": _sizes(run), "fits": fits, "modes": records}
@@ -77,6 +77,7 @@ def _record(estimate: Estimate, slice_: Slice) -> Plan:
     return {
         "per_device_bytes": {kind: round(size) for kind, size in estimate.held.items()},
         "total_bytes": round(estimate.bytes),
+        "argument_bytes": round(estimate.arguments),
         "flops": estimate.flops,
         "hbm_bytes": round(estimate.hbm_bytes),
         "axis_bytes": {axis: round(size) for axis, size in estimate.axis_bytes.items()},

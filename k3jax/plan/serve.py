@@ -46,10 +46,10 @@ class ServeProgram:
         model = jax.eval_shape(lambda: _served_model(config, KIND[chip]))
         placed = ServeDevices.of(dataclasses.asdict(run.mesh), mode, model, devices)
         shares, asked = placed.shares, run.slots if mode == "decode" else run.prefill_rows
-        if run.slots % shares or asked % shares:
-            key = "slots" if mode == "decode" else "prefill_rows"
-            fix = max(1, round(asked / shares)) * shares
-            raise ConfigError(f"{key} = {asked}: in {mode} the mesh shares rows out {shares} ways; {key}={fix} fits")
+        for key, value in {"slots": run.slots, "slots" if mode == "decode" else "prefill_rows": asked}.items():
+            if value % shares:
+                fix = max(1, round(value / shares)) * shares
+                raise ConfigError(f"{key} = {value}: in {mode} the mesh shares rows out {shares} ways; {key}={fix} fits")
         pieces = placed.placement.count(placed.placement.split["page"])
         sizes = sizes_of(dataclasses.replace(run, slots=run.slots // shares), config, pieces=pieces)
         latents = LATENTS[run.latents]
@@ -95,6 +95,8 @@ class ServeProgram:
         attention = "absorbed" if decode else "expanded"
         flops = sum(forward_flops(config, keys=keys, attention=attention).values())
         out = Estimate(held, flops=flops * tokens / placement.count(placement.split["kda_heads"]), hbm_bytes=0.0)
+        rows_bytes = local_bytes(self.rows, devices.row_specs(self.rows), placement)
+        out.arguments = weights + states + latents + history + rows_bytes
         touched = min(1.0, tokens * devices.shares * config.moe.top_k / config.moe.num_experts)
         is_expert = lambda leaf: isinstance(leaf, MXFP4Array)  # noqa: E731
         found = jax.tree.leaves([w for w in jax.tree.leaves(self.model, is_leaf=is_expert) if is_expert(w)])

@@ -60,6 +60,9 @@ class TrainProgram:
         held |= _activations(run, rows, weights)
         flops = RECOMPUTED * training_flops(run.model, keys=mean_keys(run.data.seq_len)) * tokens / shares / split
         out = Estimate(held, flops=flops, hbm_bytes=0.0, tokens=tokens)
+        batch = self.setting.devices.batch(run.data)
+        out.arguments = local_bytes(state, specs, placement)
+        out.arguments += local_bytes(batch, self.setting.devices.batch_specs(batch), placement)
         out.hbm_bytes = _memory_traffic(run, tokens / shares, weights, held)
         self._traffic(out, weights, tokens / shares)
         return out

@@ -10,7 +10,7 @@ from k3jax.nn.param import is_variable
 from k3jax.nn.placement import place
 from k3jax.nn.transformer import Transformer
 from sharding.local import Placement
-from sharding.mesh import AXES, SLICES, MeshError, find_slice
+from sharding.mesh import AXES, SLICES, MeshError, find_slice, make_mesh
 from sharding.rules import SMALL, TABLES
 
 ACTIVATIONS = {"batch", "seq", "page"}
@@ -72,3 +72,12 @@ def test_presets_are_slices_with_a_known_memory():
 def test_a_slice_that_does_not_exist_names_the_nearest():
     with pytest.raises(MeshError, match=r"topology = tpu7x:8x8x9: no such slice; did you mean tpu7x:8x8x8\?"):
         find_slice("tpu7x:8x8x9")
+
+
+def test_slices_differ_along_data_alone():
+    mesh = make_mesh({"data": 4, "fsdp": 2}, slices=2)
+    first, second = set(mesh.devices[:2].flat), set(mesh.devices[2:].flat)
+    assert first == set(jax.devices()[:4])
+    assert second == set(jax.devices()[4:])
+    with pytest.raises(MeshError, match=r"mesh\.data = 1: 2 slices need a multiple of 2"):
+        make_mesh({"fsdp": 8}, slices=2)
