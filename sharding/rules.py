@@ -35,7 +35,7 @@ TRAIN = Rules(
         "vocab": ("tensor",),
     },
     stored={
-        "embed": ("expert", "fsdp"),
+        "embed": ("expert",),
         "expert_latent": ("fsdp",),
         "expert_scores": ("fsdp",),
         "kda_heads": ("fsdp",),

@@ -156,7 +156,7 @@ def _step_back(slots: Slots, d_live: Array, inputs: tuple) -> tuple[Array, Any]:
     slot, floating, rest, bank, live = inputs
     if slots.stack is None:
         return d_live, (floating, bank)
-    after = lambda floating, bank, live: slots.run(slot, _join(floating, rest), bank, live, None)[0]  # noqa: E731
+    after = lambda floating, bank, live: slots.run_again(slot, _join(floating, rest), bank, live)  # noqa: E731
     _, vjp = jax.vjp(after, floating, bank, live)
     d_floating, d_bank, d_live = vjp(d_live)
     return d_live, (d_floating, d_bank)

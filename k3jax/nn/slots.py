@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from k3jax.nn.cache import Cache
 from k3jax.nn.layer import Layer
 from k3jax.nn.param import island
 from k3jax.nn.plan import EMPTY, Depth, StackPlan
-from k3jax.nn.watch import Watch
+from k3jax.nn.watch import NOTHING, Watch
 from pallas_kernels.attn_res import BankRead, read_bank
 from pallas_kernels.mx import MXFP4Array
 
@@ -99,9 +100,16 @@ class Slots:
             return jnp.zeros((*slots["active"].shape, 0, self.input.config.width), island(dtype))
         return slots["queries"] if weights is None else weights.queries(dtype)
 
+    def run_again(self, slot: dict[str, Any], weights: Layer | None, bank: BankRead, live: Array) -> Array:
+        """The live sum after a slot's layer once more, for the backward pass: nobody watches."""
+        return self._run(dataclasses.replace(self.input, watch=NOTHING), slot, weights, bank, live, None)[0]
+
     def run(self, slot: dict[str, Any], weights: Layer | None, bank: BankRead, live: Array, kept: Any) -> tuple:
         """A slot's layer: (live sum after it, what it keeps, what it shows); an empty slot changes nothing."""
-        apply = layer_function(self.input, slot["has_live"])
+        return self._run(self.input, slot, weights, bank, live, kept)
+
+    def _run(self, inputs: StackInput, slot: dict, weights: Any, bank: BankRead, live: Array, kept: Any) -> tuple:
+        apply = layer_function(inputs, slot["has_live"])
 
         def run(weights: Layer | None, bank: BankRead, live: Array, kept: Any) -> tuple:
             layer = _layer_of(self.stack, slot["in_stack"]) if weights is None else weights

@@ -49,7 +49,8 @@ class ServeProgram:
         for key, value in {"slots": run.slots, "slots" if mode == "decode" else "prefill_rows": asked}.items():
             if value % shares:
                 fix = max(1, round(value / shares)) * shares
-                raise ConfigError(f"{key} = {value}: in {mode} the mesh shares rows out {shares} ways; {key}={fix} fits")
+                text = f"in {mode} the mesh shares rows out {shares} ways; {key}={fix} fits"
+                raise ConfigError(f"{key} = {value}: {text}")
         pieces = placed.placement.count(placed.placement.split["page"])
         sizes = sizes_of(dataclasses.replace(run, slots=run.slots // shares), config, pieces=pieces)
         latents = LATENTS[run.latents]

@@ -13,6 +13,7 @@ from k3jax.nn.cache import Cache
 from k3jax.nn.loss import batch_loss, next_token_loss
 from k3jax.nn.mla import MLA
 from k3jax.nn.moe import LatentMoE, Router
+from k3jax.nn.param import Param
 from k3jax.nn.transformer import Output, Transformer
 from tests.nn.helpers import random_model, random_tokens, relative
 
@@ -79,16 +80,17 @@ def test_mla_decodes_in_the_latent_as_it_trains(small: ModelConfig) -> None:
 
 
 class Head:
-    """What the loss needs of a model: hidden states, here a table of them, and logits."""
+    """What the loss needs of a model: hidden states, here a table of them, and a head."""
 
     def __init__(self, config: ModelConfig):
-        self.table, self.weight = jax.random.normal(jax.random.key(0), (2, config.vocab_size, config.width))
+        self.table, weight = jax.random.normal(jax.random.key(0), (2, config.vocab_size, config.width))
+        self.lm_head = Param(weight.T, axes=("embed", "vocab"))
 
     def hidden(self, tokens: jax.Array, *, segment_ids: jax.Array | None) -> Output:
         return Output(self.table[tokens], None, None, None)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        return hidden @ self.weight.T
+        return hidden @ self.lm_head.get_value()
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 100])

@@ -18,8 +18,8 @@ from sharding.local import Placement, placed
 from sharding.pages import held_here, lengths_here, table_for_next
 from sharding.rules import DECODE
 
-ROWS, CHUNK, PAGE, WIDTH, STEPS = 2, 32, 16, 5, 3
-VALID = np.array([30, 17])  # of each prompt's second chunk; the first is full
+ROWS, CHUNK, PAGE, WIDTH, STEPS = 4, 32, 16, 5, 3
+VALID = np.array([30, 17, 1, 32])  # of each prompt's second chunk; the first is full
 MESHES = {
     "data 2, tensor 2, context 2": {"data": 2, "tensor": 2, "context": 2},
     "context 8": {"context": 8},
@@ -89,7 +89,7 @@ def run(sizes: tuple[tuple[str, int], ...]):
 
 
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
-def test_two_prompts_in_two_chunks_and_three_tokens_equal_those_of_one_device(sizes):
+def test_prompts_in_two_chunks_and_three_tokens_equal_those_of_one_device(sizes):
     (ours, states), (theirs, expected) = run(tuple(sizes.items())), run(())
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(one.token, other.token)
