@@ -72,7 +72,8 @@ def test_gradients_at_the_rounded_weights_update_the_masters(model, batch):
     optimizer = make_optimizer(RUN.optimizer, params, steps=10)
     before = init_state(model, optimizer)
     after, metrics = jax.jit(make_train_step(RUN, optimizer, rest))(before, batch)
-    (nats, (tokens, _)), grads = jax.jit(lambda m: accumulated_gradient(fake_quantize_experts(m), batch, RUN))(model)
+    seen, grads = jax.jit(lambda state: accumulated_gradient(state, batch, RUN, rest))(before)
+    nats, tokens = seen.sums["nats"], seen.sums["tokens"]
     assert float(metrics["loss"]) == pytest.approx(float(nats / tokens), rel=1e-6)
     assert float(metrics["grad_norm"]) == pytest.approx(float(optax.tree.norm(grads) / tokens), rel=1e-4)
     for old, new in zip(leaves(before.params), leaves(after.params), strict=True):

@@ -88,7 +88,12 @@ def run(sizes: tuple[tuple[str, int], ...]):
         return jax.device_get(outputs), jax.device_get(pools.state)
 
 
-@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+SLOW = {"context 8"}
+
+
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(v, id=k, marks=[pytest.mark.soak] if k in SLOW else []) for k, v in MESHES.items()]
+)
 def test_prompts_in_two_chunks_and_three_tokens_equal_those_of_one_device(sizes):
     (ours, states), (theirs, expected) = run(tuple(sizes.items())), run(())
     for one, other in zip(ours, theirs, strict=True):

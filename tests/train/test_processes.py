@@ -71,14 +71,19 @@ def alone(root, recipe, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("processes", "mesh"), [(2, ("mesh.fsdp=2",)), (4, ("mesh.fsdp=2", "mesh.expert=2"))], ids=["2", "4"]
+    ("processes", "mesh"),
+    [
+        pytest.param(2, ("mesh.fsdp=2",), id="2"),
+        pytest.param(4, ("mesh.fsdp=2", "mesh.expert=2"), id="4", marks=pytest.mark.soak),
+    ],
 )
 def test_processes_together_train_as_one_does(root, recipe, alone, tmp_path, processes, mesh):
     together = run(root, recipe, tmp_path / "run", *mesh, processes=processes)
     assert [line["step"] for line in together] == [line["step"] for line in alone]
     for ours, theirs in zip(together, alone, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)  # after several steps of rounding
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=3e-4)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=3e-3)
+    assert together[0]["grad_norm"] == pytest.approx(alone[0]["grad_norm"], rel=3e-4)
     assert together[0]["loss"] == pytest.approx(alone[0]["loss"], rel=2e-6)
     assert together[-1]["eval_loss"] == pytest.approx(alone[-1]["eval_loss"], rel=1e-4)
 
