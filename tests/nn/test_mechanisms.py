@@ -1,6 +1,7 @@
 """One property of each K3 mechanism that a plausible mistake would break."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,7 @@ class Head:
         self.table, weight = jax.random.normal(jax.random.key(0), (2, config.vocab_size, config.width))
         self.lm_head = Param(weight.T, axes=("embed", "vocab"))
 
-    def hidden(self, tokens: jax.Array, *, segment_ids: jax.Array | None) -> Output:
+    def hidden(self, tokens: jax.Array, **_: Any) -> Output:
         return Output(self.table[tokens], None, None, None)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
