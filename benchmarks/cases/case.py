@@ -1,6 +1,7 @@
 """What a registered measurement is."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,12 @@ class Case:
     units: int
     build: Callable[[], Program]
     traced_trips: tuple[int, ...] = ()
+
+
+def traced_on(device: Any) -> AbstractContextManager[Any]:
+    """What is traced inside may ask what it runs on and hears of `device`, which need not exist."""
+    abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu")
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=abstract))
 
 
 def shape(dtype: Any, *dims: int) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.cases.case import Case, Program, shape
+from benchmarks.cases.case import Case, Program, shape, traced_on
 
 DISTRIBUTIONS = ("tokamax", "jax", "libtpu")
 
@@ -23,9 +23,7 @@ def lowering(device: Any) -> Iterator[None]:
     """Tokamax asks for the device it runs on when it is traced."""
     from tokamax import config
 
-    abstract = jax.sharding.AbstractDevice(device_kind=device.device_kind, num_cores=device.num_cores, platform="tpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
-    with config.cross_compile(True), jax.sharding.use_abstract_mesh(mesh):
+    with config.cross_compile(True), traced_on(device):
         yield
 
 

