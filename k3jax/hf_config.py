@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from k3jax.config import ConfigError, KDAConfig, MLAConfig, ModelConfig, MoEConfig, VisionConfig
+from k3jax.recipe import require
 
 Json = dict[str, Any]
 
@@ -205,7 +206,7 @@ def _read(source: Mapping[str, Any] | str | os.PathLike[str]) -> tuple[str, Json
         raise ConfigError(f"{file}: no such file") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: not readable as JSON ({error})") from error
-    _require(isinstance(top, dict), f"{file}: must be a JSON object")
+    require(isinstance(top, dict), f"{file}: must be a JSON object")
     return file.resolve().parent.name, top
 
 
@@ -222,7 +223,7 @@ def _check_present(text: Json, linear: Json) -> None:
     missing += [f"linear_attn_config.{key}" for key in (*_LINEAR, *lists) if linear.get(key) is None]
     meanings = (_MEANING.get(key.split(".")[-1]) for key in missing)
     named = ", ".join(f"{key} ({meaning})" if meaning else key for key, meaning in zip(missing, meanings, strict=True))
-    _require(not missing, f"config.json lacks {named}")
+    require(not missing, f"config.json lacks {named}")
 
 
 def _check_mechanisms(top: Json, text: Json, linear: Json) -> None:
@@ -237,25 +238,23 @@ def _check_mechanisms(top: Json, text: Json, linear: Json) -> None:
         raise ConfigError(f"config.json: num_key_value_heads = {kv_heads!r}: must equal num_attention_heads = {heads}")
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         outer, inner = top.get(key), text.get(key)
-        _require(
+        require(
             outer is None or inner is None or outer == inner,
             f"config.json: {key} = {outer!r} at the top level, {inner!r} in text_config",
         )
 
 
 def _supported(key: str, value: Any, supported: Any) -> None:
-    _require(value == supported, f"config.json: {key} = {value!r}: only {supported!r} is supported")
+    require(value == supported, f"config.json: {key} = {value!r}: only {supported!r} is supported")
 
 
 def _number(section: Json, key: str, field: str) -> int | float:
     value = section[key]
     if field in _FLOATS:
-        _require(_is_number(value, (int, float)), f"config.json: {key} = {value!r}: must be a number")
+        require(_is_number(value, (int, float)), f"config.json: {key} = {value!r}: must be a number")
         return float(value)
     least = 0 if key.endswith("token_id") or key == "first_k_dense_replace" else 1
-    _require(
-        _is_number(value, int) and value >= least, f"config.json: {key} = {value!r}: must be an integer >= {least}"
-    )
+    require(_is_number(value, int) and value >= least, f"config.json: {key} = {value!r}: must be an integer >= {least}")
     return int(value)
 
 
@@ -272,16 +271,16 @@ def _mla_layers(linear: Json, num_layers: int) -> tuple[int, ...]:
     """The 0-based MLA layers; the two 1-based lists must hold every layer exactly once."""
     mla, kda = linear["full_attn_layers"], linear["kda_layers"]
     for key, layers in (("full_attn_layers", mla), ("kda_layers", kda)):
-        _require(
+        require(
             isinstance(layers, list) and all(_is_number(layer, int) for layer in layers),
             f"config.json: linear_attn_config.{key} must be a list of layer numbers",
         )
     counts = Counter([*mla, *kda])
     for layer in sorted(counts.keys() | set(range(1, num_layers + 1))):
         where = f"config.json: layer {layer} (1-based) is"
-        _require(1 <= layer <= num_layers, f"{where} in a layer list, but num_hidden_layers = {num_layers}")
-        _require(counts[layer] > 0, f"{where} neither in full_attn_layers nor in kda_layers")
-        _require(counts[layer] == 1, f"{where} {counts[layer]} times in full_attn_layers and kda_layers, must be once")
+        require(1 <= layer <= num_layers, f"{where} in a layer list, but num_hidden_layers = {num_layers}")
+        require(counts[layer] > 0, f"{where} neither in full_attn_layers nor in kda_layers")
+        require(counts[layer] == 1, f"{where} {counts[layer]} times in full_attn_layers and kda_layers, must be once")
     return tuple(sorted(layer - 1 for layer in mla))
 
 
@@ -296,7 +295,7 @@ def _vision(top: Json, text_width: int) -> VisionConfig | None:
     for key, supported in (_VISION_MECHANISMS | widths).items():
         _supported(f"vision_config.{key}", released[key], supported)
     inner, heads = released["qkv_hidden_size"], values["num_heads"]
-    _require(
+    require(
         _is_number(inner, int) and inner % (4 * heads) == 0,  # rotary positions turn pairs, by column and row in turn
         f"config.json: vision_config.qkv_hidden_size = {inner!r}: must be a multiple of 4 x {heads} heads",
     )
@@ -405,8 +404,3 @@ def _assemble(values: Json, vision: VisionConfig | None) -> ModelConfig:
 
 def _get(config: ModelConfig, path: str) -> Any:
     return reduce(getattr, path.split("."), config)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)

@@ -10,7 +10,7 @@ while the program is traced, knows over which mesh axes those are split:
 
 Gradients are taken inside the program. Every device differentiates its own share of the loss, shares that add up to
 the loss over all devices, so a gather's transpose sums gradients where the weight is stored, and a sum's transpose sums
-cotangents. What remains is `Placement.reduce`: the sum over mesh axes that hold a weight in equal copies.
+cotangents. What remains is `total_of_copies`: the sum over mesh axes that hold a weight in equal copies.
 """
 
 from __future__ import annotations
@@ -97,11 +97,6 @@ def placed(placement: Placement | None) -> Iterator[None]:
         yield
     finally:
         _AMBIENT.reset(token)
-
-
-def current() -> Placement | None:
-    """The placement that is traced for; None on one device."""
-    return _AMBIENT.get()
 
 
 def axes_of(*names: str) -> Names:

@@ -6,16 +6,18 @@ declared once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from k3jax.config import ConfigError
 from k3jax.nn.param import is_variable
 from pallas_kernels.mx import MXFP4Array
-from sharding.local import Placement
+from sharding.local import Placement, placed
+from sharding.mesh import MeshError, make_mesh
 from sharding.rules import Rules
 
 Tree = TypeVar("Tree")
@@ -26,6 +28,38 @@ def place(sizes: Mapping[str, int], rules: Rules, *trees: Any) -> Placement:
     variables = [v for tree in trees for v in jax.tree.leaves(tree, is_leaf=is_variable) if is_variable(v)]
     weights = {(v.axes, v.get_value().shape) for v in variables if v.get_value() is not None}
     return Placement.of(sizes, rules, weights)
+
+
+def lay_out(
+    sizes: Mapping[str, int], rules: Rules, tree: Any, devices: list[Any] | None, *, slices: int = 1
+) -> tuple[Mesh, Placement]:
+    """A mesh of devices (by default all) and the placement of a tree on it; raises `ConfigError` where none can be."""
+    try:
+        mesh = make_mesh(sizes, devices, slices=slices)
+        return mesh, place(mesh.shape, rules, tree)
+    except MeshError as error:
+        raise ConfigError(str(error)) from error
+
+
+def on_devices(
+    program: Callable[..., Any],
+    mesh: Mesh,
+    placement: Placement,
+    *,
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+    donate: tuple[int, ...],
+) -> Any:
+    """`program` jitted for the mesh, as one `shard_map` over all axes; for a single device as it is."""
+    if mesh.size == 1:
+        return jax.jit(program, donate_argnums=donate)
+
+    def local(*args: Any) -> Any:
+        with placed(placement):
+            return program(*args)
+
+    whole = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(whole, donate_argnums=donate)
 
 
 def specs_of(tree: Tree, placement: Placement) -> Tree:
@@ -55,3 +89,9 @@ def on_mesh(mesh: Mesh, specs: Any) -> Any:
     """Shardings from a layout."""
     is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+def with_places(shapes: Tree, mesh: Mesh, specs: Any) -> Tree:
+    """The shapes of a tree with their places."""
+    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
+    return jax.tree.map(place, shapes, on_mesh(mesh, specs))

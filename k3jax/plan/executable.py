@@ -1,6 +1,6 @@
 """Compiled programs kept in files: the executable's own bytes, and a description that needs no TPU to read.
 
-No pickle: what calls the program is described in JSON, and the bytes are loaded by the TPU runtime alone.
+No pickle: what calls the program is described in JSON, and the bytes are for the TPU runtime alone.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from k3jax.config import ConfigError
+import jax
 
-EXECUTABLE, DESCRIPTION = "executable.bin", "description.json"
+from k3jax.config import ConfigError
 
 
 def save_executable(compiled: Any, place: Path, record: dict[str, Any]) -> None:
@@ -23,28 +23,15 @@ def save_executable(compiled: Any, place: Path, record: dict[str, Any]) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     executable = compiled.runtime_executable()
-    (partial / EXECUTABLE).write_bytes(executable.serialize())
-    describe = lambda arrays, shardings: [  # noqa: E731
-        {"shape": list(info.shape), "dtype": str(info.dtype), "sharding": str(sharding)}
-        for info, sharding in zip(arrays, shardings, strict=True)
-    ]
-    import jax
-
-    arguments = jax.tree.leaves(compiled.in_avals)
+    (partial / "executable.bin").write_bytes(executable.serialize())
+    arguments = zip(jax.tree.leaves(compiled.in_avals), executable.get_parameter_shardings(), strict=True)
     description = {
-        "arguments": describe(arguments, executable.get_parameter_shardings()),
+        "arguments": [
+            {"shape": list(info.shape), "dtype": str(info.dtype), "sharding": str(sharding)}
+            for info, sharding in arguments
+        ],
         "results": [str(sharding) for sharding in executable.get_output_shardings()],
         **record,
     }
-    (partial / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
+    (partial / "description.json").write_text(json.dumps(description, indent=1) + "\n")
     partial.rename(place)
-
-
-def load_executable(place: Path, devices: list[Any]) -> tuple[Any, dict[str, Any]]:
-    """The executable for `devices` (of a topology, or real ones), and its description; raises `ConfigError`."""
-    try:
-        description = json.loads((place / DESCRIPTION).read_text())
-        data = (place / EXECUTABLE).read_bytes()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{place}: is no saved executable ({error})") from error
-    return devices[0].client.deserialize_executable(data, devices), description

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from k3jax.config import ConfigError, ModelConfig, ServeRun, load_model_config
 from k3jax.nn.cache import Pools
 from k3jax.nn.transformer import Transformer
+from k3jax.plan.chips import KIND
 from k3jax.plan.estimate import Estimate, local_bytes, weights_of
 from k3jax.quant.qat import quantize_experts
 from k3jax.serve import programs
@@ -22,8 +23,6 @@ from k3jax.serve.run import sizes_of
 from k3jax.serve.sampler import History, Sampling, SamplingRows
 from k3jax.train.flops import forward_flops
 from pallas_kernels.mx import MXFP4Array, decode_layout, layout_for
-
-KIND = {"tpu7x": "TPU7x", "v6e": "TPU v6 lite", "v5p": "TPU v5", "v5e": "TPU v5 lite"}  # device_kind of each chip
 
 
 @dataclass(frozen=True)

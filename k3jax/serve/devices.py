@@ -13,12 +13,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from k3jax.config import ConfigError
 from k3jax.nn.cache import Pools
-from k3jax.nn.placement import on_mesh, place, specs_of
+from k3jax.nn.placement import lay_out, on_devices, specs_of, with_places
 from k3jax.nn.transformer import Transformer
-from sharding.local import Placement, placed
-from sharding.mesh import MeshError, make_mesh
+from sharding.local import Placement
 from sharding.rules import TABLES
 
 
@@ -33,11 +31,7 @@ class ServeDevices:
     @classmethod
     def of(cls, sizes: dict[str, int], mode: str, model: Transformer, devices: list[Any] | None = None) -> ServeDevices:
         """For a model of these shapes; raises `ConfigError` where a mesh cannot be."""
-        try:
-            mesh = make_mesh(sizes, devices)
-            placement = place(mesh.shape, TABLES[mode], model)
-        except MeshError as error:
-            raise ConfigError(str(error)) from error
+        mesh, placement = lay_out(sizes, TABLES[mode], model, devices)
         return cls(mesh, placement, specs_of(model, placement))
 
     @property
@@ -69,21 +63,16 @@ class ServeDevices:
 
     def jit(self, program: Callable[..., Any], pools: Pools, history: Any, rows: Any, *, top: int) -> Any:
         """`program(model, pools, history, rows)` of `serve.programs` with pools and history donated."""
-        run = partial(program, top=top)
-        if self.mesh.size == 1:
-            return jax.jit(run, donate_argnums=(1, 2))
-
-        def local(*args: Any) -> Any:
-            with placed(self.placement):
-                return run(*args)
-
         pool_specs, history_specs = self.pool_specs(pools), self.row_specs(history)
-        in_specs = (self.model_specs, pool_specs, history_specs, self.row_specs(rows))
-        out_specs = (pool_specs, history_specs, self.placement.spec_of("batch"))
-        program = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        return jax.jit(program, donate_argnums=(1, 2))
+        return on_devices(
+            partial(program, top=top),
+            self.mesh,
+            self.placement,
+            in_specs=(self.model_specs, pool_specs, history_specs, self.row_specs(rows)),
+            out_specs=(pool_specs, history_specs, self.placement.spec_of("batch")),
+            donate=(1, 2),
+        )
 
     def blank(self, tree: Any, specs: Any) -> Any:
         """Shapes of a tree with their places."""
-        place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
-        return jax.tree.map(place, tree, on_mesh(self.mesh, specs))
+        return with_places(tree, self.mesh, specs)

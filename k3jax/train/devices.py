@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from k3jax.checkpoint.orbax_io import named_leaves
 from k3jax.config import ConfigError, DataConfig, MeshShape
 from k3jax.data import Batch
-from k3jax.nn.placement import on_mesh, place, specs_by_name, specs_of
+from k3jax.nn.placement import lay_out, on_devices, on_mesh, specs_by_name, specs_of, with_places
 from k3jax.train.step import TrainState
-from sharding.local import Placement, placed
-from sharding.mesh import MeshError, make_mesh, slices_of_run
+from sharding.local import Placement
+from sharding.mesh import slices_of_run
 from sharding.rules import TRAIN
 
 
@@ -36,11 +36,7 @@ class Devices:
     @classmethod
     def of(cls, shape: MeshShape, state: TrainState, devices: list[Any] | None = None) -> Devices:
         """The devices of a run whose state has these shapes; raises `ConfigError` where a mesh cannot be."""
-        try:
-            mesh = make_mesh(dataclasses.asdict(shape), devices, slices=slices_of_run())
-            placement = place(mesh.shape, TRAIN, state)
-        except MeshError as error:
-            raise ConfigError(str(error)) from error
+        mesh, placement = lay_out(dataclasses.asdict(shape), TRAIN, state, devices, slices=slices_of_run())
         return cls(mesh, placement, _state_specs(state, placement))
 
     def batch_specs(self, batch: Batch) -> Batch:
@@ -51,17 +47,8 @@ class Devices:
 
     def jit(self, step: Callable[..., Any], data: DataConfig, out_specs: Any, *, donate: bool = False) -> Any:
         """`step(state, batch)` to be run on these devices, for the batches of `data`."""
-        donated = 0 if donate else ()
-        if self.mesh.size == 1:
-            return jax.jit(step, donate_argnums=donated)
-
-        def local(state: TrainState, batch: Batch) -> Any:
-            with placed(self.placement):
-                return step(state, batch)
-
-        specs = (self.state_specs, self.batch_specs(_shapes(data)))
-        program = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
-        return jax.jit(program, donate_argnums=donated)
+        in_specs, donated = (self.state_specs, self.batch_specs(_shapes(data))), (0,) if donate else ()
+        return on_devices(step, self.mesh, self.placement, in_specs=in_specs, out_specs=out_specs, donate=donated)
 
     def create(self, make: Callable[[], TrainState]) -> TrainState:
         """The state that `make` describes, each device making its own part."""
@@ -73,16 +60,16 @@ class Devices:
 
     def blank(self, state: TrainState) -> TrainState:
         """The shapes of a state with their places."""
-        return _with_places(state, on_mesh(self.mesh, self.state_specs))
+        return with_places(state, self.mesh, self.state_specs)
 
     def placed(self, tree: Any) -> Any:
         """The shapes of a tree of variables with their places."""
-        return _with_places(tree, on_mesh(self.mesh, specs_of(tree, self.placement)))
+        return with_places(tree, self.mesh, specs_of(tree, self.placement))
 
     def batch(self, data: DataConfig) -> Batch:
         """The shapes of a batch with their places."""
         batch = _shapes(data)
-        return _with_places(batch, on_mesh(self.mesh, self.batch_specs(batch)))
+        return with_places(batch, self.mesh, self.batch_specs(batch))
 
     def check_rows(self, batch_size: int, *, accumulate: int) -> None:
         """Raise `ConfigError` where devices and micro-batches would not get equal shares of a batch."""
@@ -118,11 +105,6 @@ class Devices:
 def _shapes(data: DataConfig) -> Batch:
     images = {"row_images": data.row_images, "row_patches": data.row_patches}
     return Batch.shapes(data.batch_size, data.seq_len, **images)
-
-
-def _with_places(shapes: Any, shardings: Any) -> Any:
-    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # noqa: E731
-    return jax.tree.map(place, shapes, shardings)
 
 
 def _state_specs(state: TrainState, placement: Placement) -> TrainState:

@@ -150,9 +150,9 @@ class Trainer:
 
     def _next_batch(self, stage: StageData) -> tuple[Batch, Work]:
         """The batch of all processes, and the work in it as far as this one's rows tell."""
-        rows, size, devices = next(stage.batches), stage.run.data.batch_size, self.setting.devices
+        rows, size = next(stage.batches), stage.run.data.batch_size
         work = Work.of(np.asarray(rows.segment_ids)).of_more(size / len(rows.tokens))
-        return devices.put(rows, first=devices.rows(size).start, batch_size=size), work
+        return self.setting.devices.put(rows, first=stage.rows.start, batch_size=size), work
 
     def _warm_up(self, stage: StageData, state: TrainState) -> TrainState:
         """Balance the routers on the first batch, which the first step then trains on."""

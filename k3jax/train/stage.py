@@ -22,6 +22,7 @@ class StageData:
     first: int
     last: int
     corpus: Corpus
+    rows: range  # of a batch, that this process reads
     batches: BatchIterator
     eval_batches: list[Batch]
 
@@ -52,7 +53,8 @@ def _load(run: TrainRun, devices: Devices, tokenizer: Tokenizer, number: int, fi
     devices.check_rows(run.data.batch_size, accumulate=run.accumulate)
     data = dataclasses.replace(run.data, shuffle_seed=run.data.shuffle_seed + number)
     corpus = load_corpus(data, tokenizer)
-    rows = run.data.batch_size // run.accumulate
-    held_out: Any = corpus.eval_batches(run.data, batch_size=rows) if run.eval_every else []
-    batches = BatchIterator(corpus.train, data, rows=devices.rows(run.data.batch_size))
-    return StageData(run=run, first=first, last=last, corpus=corpus, batches=batches, eval_batches=held_out)
+    micro = run.data.batch_size // run.accumulate
+    held_out: Any = corpus.eval_batches(run.data, batch_size=micro) if run.eval_every else []
+    rows = devices.rows(run.data.batch_size)
+    batches = BatchIterator(corpus.train, data, rows=rows)
+    return StageData(run=run, first=first, last=last, corpus=corpus, rows=rows, batches=batches, eval_batches=held_out)

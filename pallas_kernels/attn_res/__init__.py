@@ -10,6 +10,7 @@ Bodies: "reference" (all sources at once), "xla" and "tpu". Everything inside is
 from the inputs again.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -80,7 +81,11 @@ def read_norm(
     `eps` is that of the read's key norm, `norm_eps` the following norm's. Use the sum that is returned from here on, so
     that its cotangent and the read's meet in one pass. All but `has_live` differentiate.
     """
-    bodies = {"reference": reference.read_norm, "xla": xla.read_norm, "tpu": tpu_read.read_norm}
+    bodies: dict[str, Callable[..., tuple[Array, Array]]] = {
+        "reference": reference.read_norm,
+        "xla": xla.read_norm,
+        "tpu": tpu_read.read_norm,
+    }
     platforms = _by_platform(tpu_read.supports(live))
     body = resolve("attn_res.read_norm", implementation, bodies, by_platform=platforms)
     return body(

@@ -1,5 +1,7 @@
 """The mix as it is defined, over all sources at once; float64 where the inputs are."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -31,16 +33,25 @@ def read_bank(snapshots: Array, count: Array, queries: Array, *, eps: float) -> 
     return mixed.astype(snapshots.dtype), jax.nn.logsumexp(scores, axis=1)
 
 
-def read(mixed: Array, log_sum_exp: Array, live: Array, has_live: Array, query: Array, *, eps: float) -> Array:
-    """See `pallas_kernels.attn_res.read`."""
-    return merge(mixed, log_sum_exp, live, has_live, query, eps).astype(live.dtype)
-
-
 def merge(mixed: Array, log_sum_exp: Array, live: Array, has_live: Array, query: Array, eps: float) -> Array:
     """The read, unrounded."""
     scores = jnp.stack([log_sum_exp, jnp.where(has_live, normalise(live, eps) @ query, -jnp.inf)])
     weights = jax.nn.softmax(scores, axis=0)[..., None]
     return weights[0] * mixed.astype(weights.dtype) + weights[1] * live.astype(weights.dtype)
+
+
+def read(
+    mixed: Array,
+    log_sum_exp: Array,
+    live: Array,
+    has_live: Array,
+    query: Array,
+    *,
+    eps: float,
+    merge: Callable[..., Array] = merge,
+) -> Array:
+    """See `pallas_kernels.attn_res.read`; `merge` is what a body does in its own way."""
+    return merge(mixed, log_sum_exp, live, has_live, query, eps).astype(live.dtype)
 
 
 def norm(x: Array, weight: Array, eps: float) -> Array:
@@ -59,7 +70,8 @@ def read_norm(
     *,
     eps: float,
     norm_eps: float,
+    merge: Callable[..., Array] = merge,
 ) -> tuple[Array, Array]:
-    """See `pallas_kernels.attn_res.read_norm`."""
+    """See `pallas_kernels.attn_res.read_norm`; `merge` as in `read`."""
     live = live if update is None else live + update
     return live, norm(merge(mixed, log_sum_exp, live, has_live, query, eps), weight, norm_eps)

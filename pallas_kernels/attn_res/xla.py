@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.attn_res.reference import norm, normalise, wide
+from pallas_kernels.attn_res import reference
+from pallas_kernels.attn_res.reference import normalise, wide
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -36,11 +37,6 @@ def _read_bank(snapshots: Array, count: Array, queries: Array, eps: float) -> tu
     return mixed.astype(snapshots.dtype).reshape(reads, *tokens, -1), log_sum_exp.reshape(reads, *tokens)
 
 
-def read(mixed: Array, log_sum_exp: Array, live: Array, has_live: Array, query: Array, *, eps: float) -> Array:
-    """See `pallas_kernels.attn_res.read`."""
-    return merge(mixed, log_sum_exp, live, has_live, query, eps).astype(live.dtype)
-
-
 def merge(mixed: Array, log_sum_exp: Array, live: Array, has_live: Array, query: Array, eps: float) -> Array:
     """The read, unrounded: the two parts weighted by their shares of the whole sum."""
     score = jnp.where(has_live, normalise(live, eps) @ query, -jnp.inf)
@@ -48,18 +44,5 @@ def merge(mixed: Array, log_sum_exp: Array, live: Array, has_live: Array, query:
     return mixed.astype(share.dtype) + share * (live.astype(share.dtype) - mixed.astype(share.dtype))
 
 
-def read_norm(
-    mixed: Array,
-    log_sum_exp: Array,
-    live: Array,
-    update: Array | None,
-    has_live: Array,
-    query: Array,
-    weight: Array,
-    *,
-    eps: float,
-    norm_eps: float,
-) -> tuple[Array, Array]:
-    """See `pallas_kernels.attn_res.read_norm`."""
-    live = live if update is None else live + update
-    return live, norm(merge(mixed, log_sum_exp, live, has_live, query, eps), weight, norm_eps)
+read = partial(reference.read, merge=merge)
+read_norm = partial(reference.read_norm, merge=merge)

@@ -6,40 +6,15 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
 from k3jax.train.metrics import read_metrics
 
 STEPS, LIMIT = 4, 400
-MODEL = {
-    "base": "k3_tiny",
-    "width": 32,
-    "num_layers": 3,
-    "mla_layers": [2],
-    "dense_width": 48,
-    "kda": {"head_dim": 16},
-    "mla": {"q_rank": 16, "kv_rank": 16, "nope_dim": 8, "extra_dim": 8, "v_dim": 16},
-    "moe": {"num_experts": 4, "expert_width": 32, "latent_width": 16},
-}
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("recipe")
-    (folder / "text").mkdir()
-    for n in range(60):
-        (folder / "text" / f"{n}.txt").write_text("".join(f"{n} times {k} is {n * k}\n" for k in range(20)))
-    content = {
-        "model": MODEL,
-        "data": {"source": str(folder / "text"), "seq_len": 32, "batch_size": 4, "eval_fraction": 0.2, "eval_rows": 8},
-        "optimizer": {"learning_rate": 0.01},
-        "steps": STEPS,
-        "log_every": 1,
-        "eval_every": STEPS,
-        "checkpoint_every": 2,
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
-    return folder / "recipe.yaml"
+def recipe(tmp_path_factory, write_recipe):
+    return write_recipe(tmp_path_factory.mktemp("recipe"), steps=STEPS, eval_every=STEPS, checkpoint_every=2)
 
 
 def run(root, recipe, run_dir, *overrides, processes: int = 1) -> list[dict]:

@@ -25,38 +25,14 @@ from k3jax.train.metrics import TIMED, read_metrics
 from k3jax.train.report import write_report
 
 STEPS = 40
-MODEL = {
-    "base": "k3_tiny",
-    "width": 32,
-    "num_layers": 3,
-    "mla_layers": [2],
-    "dense_width": 48,
-    "kda": {"head_dim": 16},
-    "mla": {"q_rank": 16, "kv_rank": 16, "nope_dim": 8, "extra_dim": 8, "v_dim": 16},
-    "moe": {"num_experts": 4, "expert_width": 32, "latent_width": 16},
-}
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("recipe")
-    (folder / "text").mkdir()
-    for n in range(60):
-        (folder / "text" / f"{n}.txt").write_text("".join(f"{n} times {k} is {n * k}\n" for k in range(20)))
-    content = {
-        "model": MODEL,
-        "data": {"source": str(folder / "text"), "seq_len": 32, "batch_size": 4, "eval_fraction": 0.2, "eval_rows": 8},
-        "optimizer": {"learning_rate": 0.01},
-        "steps": STEPS,
-        "accumulate": 2,
-        "log_every": 1,
-        "eval_every": 10,
-        "checkpoint_every": 10,
-        "stack": "loop",
-        "remat": "none",
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
-    return folder / "recipe.yaml"
+def recipe(tmp_path_factory, write_recipe):
+    every = {"eval_every": 10, "checkpoint_every": 10}
+    return write_recipe(
+        tmp_path_factory.mktemp("recipe"), steps=STEPS, accumulate=2, stack="loop", remat="none", **every
+    )
 
 
 def command(recipe, *overrides):
