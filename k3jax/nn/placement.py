@@ -26,8 +26,8 @@ Tree = TypeVar("Tree")
 def place(sizes: Mapping[str, int], rules: Rules, *trees: Any) -> Placement:
     """The placement of all variables of trees (arrays or shapes); raises `MeshError` where sizes do not fit."""
     variables = [v for tree in trees for v in jax.tree.leaves(tree, is_leaf=is_variable) if is_variable(v)]
-    weights = {(v.axes, v.get_value().shape) for v in variables if v.get_value() is not None}
-    return Placement.of(sizes, rules, weights)
+    weights = ((v.axes, v.get_value().shape) for v in variables if v.get_value() is not None)
+    return Placement.of(sizes, rules, dict.fromkeys(weights))  # in the trees' order, for the same message every time
 
 
 def lay_out(

@@ -44,22 +44,29 @@ def batch() -> Batch:
 
 
 @functools.cache
+def start(dtype: str):
+    """(optimizer, what nothing changes, the state of one device at step 0)."""
+    run = tiny_run(dtype)
+
+    def model() -> Transformer:
+        made = Transformer(run.model, jax.random.key(0), param_dtype=dtype)
+        return jax.tree.map(lambda v: v.replace(v.get_value().astype(dtype)), made, is_leaf=is_variable)
+
+    params, _, rest = split_model(jax.eval_shape(model))
+    optimizer = make_optimizer(run.optimizer, params, steps=run.steps, dtype=dtype)
+    return optimizer, rest, jax.device_get(jax.jit(lambda: init_state(model(), optimizer))())
+
+
+@functools.cache
 def steps(dtype: str, sizes: tuple[tuple[str, int], ...]):
     """(state, metrics) after two steps on a mesh."""
     with jax.enable_x64(dtype == "float64"):
         run, count = tiny_run(dtype), int(np.prod([size for _, size in sizes]))
-
-        def model() -> Transformer:
-            made = Transformer(run.model, jax.random.key(0), param_dtype=dtype)
-            return jax.tree.map(lambda v: v.replace(v.get_value().astype(dtype)), made, is_leaf=is_variable)
-
-        params, _, rest = split_model(jax.eval_shape(model))
-        optimizer = make_optimizer(run.optimizer, params, steps=run.steps, dtype=dtype)
-        create = lambda: init_state(model(), optimizer)  # noqa: E731
-        devices = Devices.of(MeshShape(**dict(sizes)), jax.eval_shape(create), jax.devices()[:count])
+        optimizer, rest, state = start(dtype)
+        devices = Devices.of(MeshShape(**dict(sizes)), state, jax.devices()[:count])
         run.data.batch_size, run.data.seq_len = ROWS, LENGTH
         step = devices.jit(make_train_step(run, optimizer, rest), run.data, (devices.state_specs, PartitionSpec()))
-        state, rows = devices.create(create), devices.put(batch(), first=0, batch_size=ROWS)
+        state, rows = devices.put_state(state), devices.put(batch(), first=0, batch_size=ROWS)
         for _ in range(2):
             state, metrics = step(state, rows)
         return jax.device_get(state), jax.device_get(metrics)

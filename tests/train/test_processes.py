@@ -1,6 +1,7 @@
 """train.py in several processes, as on the hosts of a pod, is train.py in one."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -45,15 +46,23 @@ def alone(root, recipe, tmp_path_factory):
     return run(root, recipe, tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize(
-    ("processes", "mesh"),
-    [
-        pytest.param(2, ("mesh.fsdp=2",), id="2"),
-        pytest.param(4, ("mesh.fsdp=2", "mesh.expert=2"), id="4", marks=pytest.mark.soak),
-    ],
-)
-def test_processes_together_train_as_one_does(root, recipe, alone, tmp_path, processes, mesh):
-    together = run(root, recipe, tmp_path / "run", *mesh, processes=processes)
+@pytest.fixture(scope="module")
+def pair(root, recipe, tmp_path_factory):
+    """The folder and the metrics of a run by two processes."""
+    folder = tmp_path_factory.mktemp("pair")
+    return folder, run(root, recipe, folder, "mesh.fsdp=2", processes=2)
+
+
+def test_two_processes_together_train_as_one_does(alone, pair):
+    check_same(pair[1], alone)
+
+
+@pytest.mark.soak
+def test_four_processes_together_train_as_one_does(root, recipe, alone, tmp_path):
+    check_same(run(root, recipe, tmp_path / "run", "mesh.fsdp=2", "mesh.expert=2", processes=4), alone)
+
+
+def check_same(together: list[dict], alone: list[dict]) -> None:
     assert [line["step"] for line in together] == [line["step"] for line in alone]
     for ours, theirs in zip(together, alone, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)  # after several steps of rounding
@@ -63,8 +72,8 @@ def test_processes_together_train_as_one_does(root, recipe, alone, tmp_path, pro
     assert together[-1]["eval_loss"] == pytest.approx(alone[-1]["eval_loss"], rel=1e-4)
 
 
-def test_what_two_processes_saved_one_continues(root, recipe, alone, tmp_path):
-    run(root, recipe, tmp_path / "run", "mesh.fsdp=2", processes=2)
+def test_what_two_processes_saved_one_continues(root, recipe, alone, pair, tmp_path):
+    shutil.copytree(pair[0], tmp_path / "run")
     os.rename(tmp_path / f"run/checkpoints/{STEPS}", tmp_path / "later")  # as if it had been stopped before
     again = run(root, recipe, tmp_path / "run")
     assert again[-1]["step"] == STEPS
