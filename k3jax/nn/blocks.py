@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from k3jax.nn.cache import Cache
@@ -34,12 +35,28 @@ class Blocks:
     def __init__(self, stacks: Stacks, plan: StackPlan, inputs: StackInput):
         self.input, self.plan = inputs, plan
         self.kda, self.mla = Slots(stacks, "kda_moe", plan, inputs), Slots(stacks, "mla_moe", plan, inputs)
+        self.kinds = [slots for slots in (self.kda, self.mla) if slots.stack is not None]
+        self._number_reads()
         self.blocks = {
             "index": jnp.arange(len(plan.kda)),
             "seal": jnp.asarray(plan.seals),
             "kda": self.kda.inputs,
             "mla": self.mla.inputs,
         }
+
+    def _number_reads(self) -> None:
+        """Tell every slot where its reads are among those of its unit (`place`), and of its block (`read`)."""
+        first, units = 0, np.arange(self.plan.kda.shape[1], dtype=np.int32)
+        slots_of_unit = sum(self._slots_of_unit(slots) for slots in self.kinds)
+        for slots in self.kinds:
+            shape, own = slots.inputs["active"].shape, self._slots_of_unit(slots)
+            place = np.broadcast_to(np.arange(first, first + own, dtype=np.int32), (len(units), own))
+            for name, numbers in {"place": place, "read": units[:, None] * slots_of_unit + place}.items():
+                slots.inputs[name] = jnp.broadcast_to(numbers.reshape(shape[1:]), shape)
+            first += own
+
+    def _slots_of_unit(self, slots: Slots) -> int:
+        return self.plan.kda.shape[2] if slots is self.kda else 1
 
     def run(
         self, snapshots: Float[Array, "N B T D"], live: Float[Array, "B T D"], cache: Cache | None
@@ -82,47 +99,57 @@ class Blocks:
             # A seal, as in Residual.seal. From here to the end of the block the bank is a constant of the inner scans.
             snapshots = jnp.where(block["seal"], snapshots.at[block["index"]].set(live), snapshots)
             live = jnp.where(block["seal"], 0, live).astype(live.dtype)
-            kda, mla = self._read(block, weights, snapshots)
+            reads = self._read(block, weights, snapshots, block["index"] + 1)
 
             def unit_step(carry: tuple, unit: tuple) -> tuple[tuple, Any]:
-                carry, of_kda = jax.lax.scan(partial(step, self.kda), carry, unit[0])
-                carry, of_mla = step(self.mla, carry, unit[1])
+                carry, of_kda = jax.lax.scan(partial(step, self.kda, reads), carry, unit[0])
+                carry, of_mla = step(self.mla, reads, carry, unit[1])
                 return carry, (of_kda, of_mla)
 
-            units = (block["kda"], weights[0], kda), (block["mla"], weights[1], mla)
+            units = (block["kda"], weights[0]), (block["mla"], weights[1])
             (live, cache), found = jax.lax.scan(unit_step, (live, cache), units)
             return (snapshots, live, cache), found
 
         carry, (of_kda, of_mla) = jax.lax.scan(block_step, carry, (self.blocks, weights))
         return carry, ((of_kda[0], of_mla[0]), (of_kda[1], of_mla[1]))
 
-    def _read(self, block: dict, weights: Weights, snapshots: Array) -> list[BankRead]:
+    def _read(self, inputs: dict, weights: Weights, snapshots: Array, count: Array) -> BankRead:
+        """The reads of all slots of a block or of a unit, [slots, 2, B, T, D], one unit after the other."""
+        of_kind, dtype = {"kda": weights[0], "mla": weights[1]}, snapshots.dtype
         queries = [
-            slots.queries(block[name], of_slots, snapshots.dtype)
-            for slots, name, of_slots in ((self.kda, "kda", weights[0]), (self.mla, "mla", weights[1]))
+            slots.queries(inputs[slots.mixer], of_kind[slots.mixer], dtype).reshape(
+                -1, self._slots_of_unit(slots), 2, snapshots.shape[-1]
+            )
+            for slots in self.kinds
         ]
-        return read_for(snapshots, block["index"] + 1, queries, self.input.config.norm_eps)
+        in_order = jnp.concatenate(queries, axis=1)
+        return read_for(snapshots, count, in_order.reshape(-1, *in_order.shape[2:]), self.input.config.norm_eps)
 
     def _backward(
         self, floating: Any, rest: Any, bank: Array, sums: tuple[Any, Any], gradients: tuple[Array, Array]
     ) -> tuple[Any, Array, Array]:
-        """Gradients of the slots' weights, of the bank before the first block and of the live sum before it."""
+        """Gradients of the slots' weights, of the bank before the first block and of the live sum before it.
+
+        The bank is read again unit by unit: a block's reads and their gradients would be the largest arrays of all.
+        """
 
         def block_back(carry: tuple[Array, Array], inputs: tuple) -> tuple[tuple[Array, Array], Any]:
-            (d_bank, d_live), (block, floating, rest, sums) = carry, inputs
-            reads = lambda floating, bank: self._read(block, _join(floating, rest), bank)  # noqa: E731
-            (kda, mla), of_reads = jax.vjp(reads, floating, bank)
+            block, *of_block = inputs
 
-            def unit_back(d_live: Array, unit: tuple) -> tuple[Array, Any]:
-                d_live, of_mla = _step_back(self.mla, d_live, unit[1])
-                d_live, of_kda = jax.lax.scan(partial(_step_back, self.kda), d_live, unit[0], reverse=True)
-                return d_live, (of_kda, of_mla)
+            def unit_back(carry: tuple[Array, Array], unit: tuple) -> tuple[tuple[Array, Array], Any]:
+                (d_bank, d_live), (of_unit, floating, rest, sums) = carry, unit
+                reads = lambda floating, bank: self._read(of_unit, _join(floating, rest), bank, block["index"] + 1)  # noqa: E731
+                seen, of_reads = jax.vjp(reads, floating, bank)
+                kda, mla = zip((of_unit["kda"], of_unit["mla"]), floating, rest, sums, strict=True)
+                d_live, of_mla = _step_back(self.mla, seen, d_live, mla)
+                d_live, of_kda = jax.lax.scan(partial(_step_back, self.kda, seen), d_live, kda, reverse=True)
+                d_seen = [d for d in (of_kda[1], jax.tree.map(lambda d: d[None], of_mla[1])) if d is not None]
+                d_floating, d_read = of_reads(jax.tree.map(lambda *d: jnp.concatenate(d), *d_seen))
+                d_floating = jax.tree.map(jnp.add, d_floating, (of_kda[0], of_mla[0]))
+                return (d_bank + d_read, d_live), d_floating
 
-            units = tuple(zip((block["kda"], block["mla"]), floating, rest, (kda, mla), sums, strict=True))
-            d_live, (of_kda, of_mla) = jax.lax.scan(unit_back, d_live, units, reverse=True)
-            d_floating, d_read = of_reads([of_kda[1], of_mla[1]])
-            d_floating = jax.tree.map(jnp.add, d_floating, (of_kda[0], of_mla[0]))
-            d_bank = d_bank + d_read
+            units = {"kda": block["kda"], "mla": block["mla"]}, *of_block
+            (d_bank, d_live), d_floating = jax.lax.scan(unit_back, carry, units, reverse=True)
             # Undo the seal: the live sum before the block is the snapshot that it made.
             sealed = jax.lax.dynamic_index_in_dim(d_bank, block["index"], keepdims=False)
             kept = d_bank.at[block["index"]].set(0)
@@ -134,13 +161,14 @@ class Blocks:
         return d_floating, d_bank, d_live
 
 
-def _step(keep_sums: bool, slots: Slots, carry: tuple, inputs: tuple) -> tuple[tuple, Any]:
+def _step(keep_sums: bool, slots: Slots, reads: BankRead, carry: tuple, inputs: tuple) -> tuple[tuple, Any]:
     """Run a slot's layer on (live sum, cache); returns what it traces, and the live sum before it where asked."""
     if slots.stack is None:
         return carry, (None, None)
-    (live, cache), (slot, weights, bank) = carry, inputs
+    (live, cache), (slot, weights) = carry, inputs
+    bank = _part(reads, slot["read"])
     run = jax.checkpoint(slots.run, prevent_cse=False) if _some_recomputed(slots) else slots.run
-    kept = None if cache is None else cache.read(slots.is_mla, slot["in_cache"])
+    kept = None if cache is None else cache.read(slots.mixer == "mla", slot["in_cache"])
     after, kept, shown = run(slot, weights, bank, live, kept)
     cache = None if cache is None else cache.write(kept)
     return (after, cache), (slots.input.keep(after, shown), live if keep_sums else None)
@@ -151,11 +179,16 @@ def _some_recomputed(slots: Slots) -> bool:
     return slots.input.recomputes(slots.kind) and not slots.input.recomputes_all
 
 
-def _step_back(slots: Slots, d_live: Array, inputs: tuple) -> tuple[Array, Any]:
+def _part(reads: BankRead, index: Array) -> BankRead:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), reads)
+
+
+def _step_back(slots: Slots, reads: BankRead, d_live: Array, inputs: tuple) -> tuple[Array, Any]:
     """From the gradient of the live sum after a slot to that before it; also those of its weights and its reads."""
-    slot, floating, rest, bank, live = inputs
+    slot, floating, rest, live = inputs
     if slots.stack is None:
-        return d_live, (floating, bank)
+        return d_live, (floating, None)
+    bank = _part(reads, slot["place"])
     after = lambda floating, bank, live: slots.run_again(slot, _join(floating, rest), bank, live)  # noqa: E731
     _, vjp = jax.vjp(after, floating, bank, live)
     d_floating, d_bank, d_live = vjp(d_live)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 from k3jax.config import ModelConfig
 from k3jax.nn.cache import Cache
 from k3jax.nn.layer import Layer
-from k3jax.nn.param import island
 from k3jax.nn.plan import EMPTY, Depth, StackPlan
 from k3jax.nn.watch import NOTHING, Watch
 from pallas_kernels.attn_res import BankRead, read_bank
@@ -62,15 +61,10 @@ def layer_function(inputs: StackInput, has_live: Any) -> Any:
     return apply
 
 
-def read_for(snapshots: Array, count: Any, queries: list[Array], eps: float) -> list[BankRead]:
-    """One pass over the bank for the queries of all parts, each [*lead, 2, D]; its reads for each part."""
-    seen = read_bank(snapshots, count, jnp.concatenate([q.reshape(-1, q.shape[-1]) for q in queries]), eps=eps)
-    ends = np.cumsum([math.prod(q.shape[:-1]) for q in queries])[:-1]
-    parts = zip(*(jnp.split(x, ends) for x in seen), strict=True)
-    return [
-        BankRead(*(x.reshape(*q.shape[:-1], *x.shape[1:]) for x in part))
-        for q, part in zip(queries, parts, strict=True)
-    ]
+def read_for(snapshots: Array, count: Any, queries: Float[Array, "layers 2 D"], eps: float) -> BankRead:
+    """One pass over the bank for the two reads of some layers; shapes [layers, 2, B, T, D] and [layers, 2, B, T]."""
+    seen = read_bank(snapshots, count, queries.reshape(-1, queries.shape[-1]), eps=eps)
+    return BankRead(*(x.reshape(*queries.shape[:-1], *x.shape[1:]) for x in seen))
 
 
 class Slots:
@@ -79,25 +73,23 @@ class Slots:
     def __init__(self, stacks: Stacks, kind: str, plan: StackPlan, inputs: StackInput):
         layers = plan.mla if kind.startswith("mla") else plan.kda
         depth, present, filled = Depth(inputs.config), layers != EMPTY, np.maximum(layers, 0)
-        self.input, self.kind, self.stack, self.is_mla = inputs, kind, stacks.get(kind), kind.startswith("mla")
+        self.input, self.kind, self.stack, self.mixer = inputs, kind, stacks.get(kind), kind[:3]
         self.has_empty = not present.all()
         in_stack, in_cache = (np.where(present, index[filled], 0) for index in (depth.in_stack, depth.in_cache))
         self.inputs: dict[str, Any] = {
             "active": jnp.asarray(present),
-            "has_live": jnp.asarray(plan.has_live[1 if self.is_mla else 0]),
+            "has_live": jnp.asarray(plan.has_live[1 if self.mixer == "mla" else 0]),
             "in_stack": jnp.asarray(in_stack),
             "in_cache": jnp.asarray(in_cache),
         }
         self.weights: Layer | None = None  # of every slot, where they are not read in place
         if inputs.cache is None:
-            self.weights = jax.tree.map(lambda w: _take_slots(w, present, in_stack), self.stack)
+            self.weights = jax.tree.map(lambda w: _take_slots(w, present), self.stack)
         elif self.stack is not None:
             self.inputs["queries"] = self.stack.queries(inputs.config.dtype)[in_stack]
 
     def queries(self, slots: dict[str, Any], weights: Layer | None, dtype: Any) -> Float[Array, "*slots 2 D"]:
-        """The queries of a block's slots; none where the config has no such layer at all."""
-        if self.stack is None:
-            return jnp.zeros((*slots["active"].shape, 0, self.input.config.width), island(dtype))
+        """The queries of a block's slots."""
         return slots["queries"] if weights is None else weights.queries(dtype)
 
     def run_again(self, slot: dict[str, Any], weights: Layer | None, bank: BankRead, live: Array) -> Array:
@@ -129,24 +121,29 @@ def _layer_of(stack: Layer | None, index: Array) -> Layer:
     return jax.tree.map(lambda w: w.at_layer(index) if is_mxfp4(w) else w[index], stack, is_leaf=is_mxfp4)
 
 
-def _take_slots(stack: Array, present: np.ndarray, in_stack: np.ndarray) -> Array:
-    """The stack's layers at the slots; an empty slot gets layer 0, which nothing reads, and gives no gradient.
+def _take_slots(stack: Array, present: np.ndarray) -> Array:
+    """The stack's layers at the slots, which they fill in depth order; an empty slot gets zeros and gives no gradient.
 
-    The transpose of this gather is a gather too: a scatter of whole weights would be slow.
+    Pieces side by side, forward and backward: compilers make a gather of whole weights in several passes.
     """
-    slot_of_layer = np.flatnonzero(present.reshape(-1))  # slots fill the stack in depth order
+    filled = present.reshape(-1)
+    if filled.all():
+        return stack.reshape(*present.shape, *stack.shape[1:])
+    edges = [0, *(np.flatnonzero(np.diff(filled)) + 1), filled.size]
+    runs = [(int(a), int(b)) for a, b in itertools.pairwise(edges)]  # of slots, filled and empty in turn
 
     def take(stack: Array) -> Array:
-        return stack[in_stack.reshape(-1)].reshape(*in_stack.shape, *stack.shape[1:])
+        sizes = [b - a for a, b in runs if filled[a]]
+        layers = iter(jnp.split(stack, np.cumsum(sizes)[:-1]))
+        pieces = [next(layers) if filled[a] else jnp.zeros((b - a, *stack.shape[1:]), stack.dtype) for a, b in runs]
+        return jnp.concatenate(pieces).reshape(*present.shape, *stack.shape[1:])
+
+    def backward(_: None, gradient: Array) -> tuple[Array]:
+        slots = gradient.reshape(-1, *gradient.shape[present.ndim :])
+        return (jnp.concatenate([slots[a:b] for a, b in runs if filled[a]]),)
 
     if not jnp.issubdtype(stack.dtype, jnp.floating):
         return take(stack)
-    if present.all():
-        return stack.reshape(*in_stack.shape, *stack.shape[1:])
-
-    def backward(_: None, gradient: Array) -> tuple[Array]:
-        return (gradient.reshape(-1, *gradient.shape[in_stack.ndim :])[slot_of_layer],)
-
-    gather = jax.custom_vjp(take)
-    gather.defvjp(lambda stack: (take(stack), None), backward)
-    return gather(stack)
+    at_slots = jax.custom_vjp(take)
+    at_slots.defvjp(lambda stack: (take(stack), None), backward)
+    return at_slots(stack)

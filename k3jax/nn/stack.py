@@ -98,8 +98,8 @@ def _block_function(numbers: list[int], depth: Depth, count: Any, has_live: Any,
     """(layers, snapshots, live sum, cache) -> (live sum, cache, traces) for the layers `numbers` of one block."""
 
     def run(modules: list[Layer], snapshots: Array, live: Array, cache: Cache | None) -> tuple:
-        queries = [module.queries(live.dtype) for module in modules]
-        banks = read_for(snapshots, count, queries, inputs.config.norm_eps)
+        queries = jnp.stack([module.queries(live.dtype) for module in modules])
+        banks = _unstack(read_for(snapshots, count, queries, inputs.config.norm_eps))
         traced: list[Traced] = []
         for number, module, bank in zip(numbers, modules, banks, strict=True):
             apply = layer_function(inputs, has_live or number != numbers[0])
@@ -115,8 +115,11 @@ def _block_function(numbers: list[int], depth: Depth, count: Any, has_live: Any,
     return run
 
 
-def _unstack(stack: Layer) -> list[Layer]:
-    """The layers of a stack; the transpose is one concatenation, where that of indexing adds a stack for each layer."""
+def _unstack(stack: Any) -> list[Any]:
+    """The parts along the first axis of a tree's arrays.
+
+    The transpose is one concatenation; that of indexing adds a stack for each part.
+    """
     leaves, treedef = jax.tree.flatten(stack)
     sizes = (1,) * leaves[0].shape[0]
     parts = [[part.squeeze(0) for part in jax.lax.split(leaf, sizes)] for leaf in leaves]

@@ -24,14 +24,19 @@ def save_executable(compiled: Any, place: Path, record: dict[str, Any]) -> None:
     partial.mkdir(parents=True)
     executable = compiled.runtime_executable()
     (partial / "executable.bin").write_bytes(executable.serialize())
-    arguments = zip(jax.tree.leaves(compiled.in_avals), executable.get_parameter_shardings(), strict=True)
     description = {
-        "arguments": [
-            {"shape": list(info.shape), "dtype": str(info.dtype), "sharding": str(sharding)}
-            for info, sharding in arguments
-        ],
-        "results": [str(sharding) for sharding in executable.get_output_shardings()],
+        "arguments": _described(compiled.in_avals, compiled.input_shardings),
+        "results": _described(compiled.out_info, compiled.output_shardings),
         **record,
     }
     (partial / "description.json").write_text(json.dumps(description, indent=1) + "\n")
     partial.rename(place)
+
+
+def _described(shapes: Any, shardings: Any) -> list[dict[str, Any]]:
+    """Every array of a tree by its place in it, whole shape, dtype and the mesh axes that each dim is spread over."""
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    return [
+        {"name": jax.tree_util.keystr(path), "shape": list(x.shape), "dtype": str(x.dtype), "axes": list(sharding.spec)}
+        for (path, x), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True)
+    ]

@@ -1,8 +1,13 @@
 """Depthwise causal convolution with SiLU, the few taps that q, k and v go through before KDA.
 
 y_t = SiLU(sum_j w[:, j] x_{t-W+1+j}): the last tap multiplies the current token, missing history is zero.
-Its state is the last W - 1 inputs, before the convolution. One body serves every platform: W shifted multiply-adds.
+Its state is the last W - 1 inputs, before the convolution. One body serves every platform: W shifted multiply-adds;
+`reference` leaves their gradient to JAX.
 """
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +41,8 @@ def short_conv(
     _check_state(initial_state, (batch, history, channels))
     if segment_ids is not None and segment_ids.shape != (batch, length):
         raise ValueError(f"segment_ids has shape {segment_ids.shape}; x {x.shape} asks for {(batch, length)}")
-    # Kept for the gradient are the inputs: the float32 window, sums and SiLU would be ten times as large.
-    forward = jax.checkpoint(_forward)
-    body = resolve("short_conv", implementation, {"reference": _forward, "xla": forward})
-    return body(x, weights, initial_state.astype(x.dtype), segment_ids)
+    convolve = resolve("short_conv", implementation, {"reference": _convolve, "xla": _convolve_with_backward})
+    return _forward(convolve, x, weights, initial_state.astype(x.dtype), segment_ids)
 
 
 def short_conv_decode(
@@ -54,6 +57,7 @@ def short_conv_decode(
 
 
 def _forward(
+    convolve: Callable[..., Array],
     x: Float[Array, "B T C"],
     weights: Float[Array, "C W"],
     initial_state: Float[Array, "B W-1 C"],
@@ -63,19 +67,67 @@ def _forward(
     if segment_ids is not None:
         x = jnp.where((segment_ids >= 0)[..., None], x, 0)  # padding may hold NaN
     padded = jnp.concatenate([initial_state, x], axis=1)
-    window = _wide(padded)
     # The history carries the first segment's id.
     ids = None if segment_ids is None else jnp.pad(segment_ids, ((0, 0), (taps - 1, 0)), mode="edge")
-    sums = jnp.zeros((), window.dtype)
-    for tap in range(taps):
-        term = window[:, tap : tap + length] * weights[:, tap]
-        if ids is not None:
-            term = jnp.where(_same(ids[:, tap : tap + length], ids[:, taps - 1 :]), term, 0)
-        sums += term
-    y = jax.nn.silu(sums).astype(x.dtype)
+    y = convolve(padded, weights, ids)
     if segment_ids is not None:
         y = jnp.where((segment_ids >= 0)[..., None], y, 0)
     return y, padded[:, length:] if ids is None else _last_inputs(padded, ids, taps - 1)
+
+
+def _convolve(
+    padded: Float[Array, "B T+W-1 C"], weights: Float[Array, "C W"], ids: Int[Array, "B T+W-1"] | None
+) -> Float[Array, "B T C"]:
+    return jax.nn.silu(_sums(padded, weights, ids)).astype(padded.dtype)
+
+
+def _sums(padded: Array, weights: Array, ids: Array | None) -> Float[Array, "B T C"]:
+    """Of each token's window, before SiLU."""
+    windows = _windows(padded, weights.shape[1], ids)
+    return functools.reduce(operator.add, (window * weights[:, tap] for tap, window in enumerate(windows)))
+
+
+def _windows(padded: Array, taps: int, ids: Array | None) -> Iterator[Float[Array, "B T C"]]:
+    """What each tap multiplies, for all tokens; 0 where it belongs to another segment."""
+    length = padded.shape[1] - taps + 1
+    for tap in range(taps):
+        window = _wide(padded[:, tap : tap + length])
+        yield window if ids is None else jnp.where(_same(ids[:, tap : tap + length], ids[:, taps - 1 :]), window, 0)
+
+
+@jax.custom_vjp
+def _convolve_with_backward(padded: Array, weights: Array, ids: Array | None) -> Float[Array, "B T C"]:
+    """The same; kept for the gradient are the inputs, and one array in float32 is all that its backward pass makes.
+
+    Automatic differentiation makes ten: a window, its product and its gradient for every tap.
+    """
+    return _convolve(padded, weights, ids)
+
+
+def _convolve_backward(kept: tuple, gradient: Float[Array, "B T C"]) -> tuple[Array, Array, None]:
+    padded, weights, ids = kept
+    taps = weights.shape[1]
+    sums = _sums(padded, weights, ids)
+    sigmoid = jax.nn.sigmoid(sums)
+    d_sums = _wide(gradient) * sigmoid * (1 + sums * (1 - sigmoid))
+    windows = _windows(padded, taps, ids)
+    d_weights = jnp.stack([jnp.sum(d_sums * window, axis=(0, 1)) for window in windows], axis=-1)
+    # Input u reaches the tokens u - tap: d_sums again in windows, which run the other way.
+    around = ((0, 0), (taps - 1, taps - 1))
+    behind = jnp.pad(d_sums, (*around, (0, 0)))
+    d_padded = jnp.zeros((), sums.dtype)
+    for tap in range(taps):
+        reached = slice(taps - 1 - tap, taps - 1 - tap + padded.shape[1])
+        term = behind[:, reached] * weights[:, tap]
+        if ids is not None:
+            term = jnp.where(_same(ids, jnp.pad(ids[:, taps - 1 :], around)[:, reached]), term, 0)
+        d_padded += term
+    return d_padded.astype(padded.dtype), d_weights.astype(weights.dtype), None
+
+
+_convolve_with_backward.defvjp(
+    lambda padded, weights, ids: (_convolve(padded, weights, ids), (padded, weights, ids)), _convolve_backward
+)
 
 
 def _last_inputs(
