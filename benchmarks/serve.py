@@ -19,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from k3jax.serve.engine import Engine, Sizes
 from k3jax.serve.sampler import Sampling
 from k3jax.serve.scheduler import Request, Scheduler
 
-PARITY = 0.05  # nats by which a greedy token may be less likely than the likeliest of a full forward pass
+PARITY = 0.5  # standard deviations of the logits by which a greedy token may be below a full forward pass's largest
 STEPS = 5  # timed decode steps of a context
 
 
@@ -47,6 +47,7 @@ class Workload:
     model: str = "k3_mini"
     slots: int = 64
     prefill_chunk: int = 512
+    prefill_rows: int = 4
     snapshot_mib: int = 512
     latents: str = ""
     requests: int = 256
@@ -70,17 +71,17 @@ def make_model(config: ModelConfig) -> Transformer:
 
 
 def throughput(work: Workload) -> dict[str, Any]:
-    """Answer the workload greedily, all requests submitted at once; raises where the answers are not the model's."""
+    """Answer the workload greedily, all requests submitted at once."""
     model = make_model(load_model_config(work.model))
     start = time.perf_counter()
     engine = _engine(model, work)
     compiled = time.perf_counter() - start
     prompts = work.prompts(model.config.vocab_size)
     _answer(engine, prompts[:2], new=4)  # the first call of a program is slower
+    alone = _answer(engine, prompts[2:3], new=work.new)[1][0]
     answers, times, scheduler, seconds = _answer(engine, prompts, new=work.new)
-    check_parity(model, prompts[0], answers[0])
     first = [t[0] for t in times]
-    between = [(t[-1] - t[0]) / (len(t) - 1) for t in times if len(t) > 1]
+    between = [_between(t) for t in times]
     return {
         "model": work.model,
         "device": jax.devices()[0].device_kind,
@@ -89,9 +90,11 @@ def throughput(work: Workload) -> dict[str, Any]:
         "seconds": round(seconds, 2),
         "output_tokens_per_s": round(work.requests * work.new / seconds),
         "prompt_tokens_per_s": round(sum(map(len, prompts)) / seconds),
+        "alone": {"first_token_s": round(alone[0], 4), "token_ms": round(_between(alone) * 1e3, 2)},
         "first_token_s": _spread(first),
-        "token_ms": {name: value * 1e3 for name, value in _spread(between).items()},
+        "token_ms": {name: round(value * 1e3, 2) for name, value in _spread(between).items()},
         "hit_rate": round(scheduler.cached_tokens / scheduler.prompt_tokens, 3),
+        "parity": parity(model, prompts[0], answers[0]),
     }
 
 
@@ -101,6 +104,7 @@ def _engine(model: Transformer, work: Workload) -> Engine:
         slots=work.slots,
         max_context=work.shared + work.own + work.new,
         prefill_chunk=work.prefill_chunk,
+        prefill_rows=work.prefill_rows,
         snapshot_bytes=work.snapshot_mib * 2**20,
         cache_tokens=(work.slots + work.groups) * (work.shared + work.own + work.new + 128),
     )
@@ -126,13 +130,20 @@ def _answer(
     return answers, times, scheduler, time.perf_counter() - start
 
 
-def check_parity(model: Transformer, prompt: tuple[int, ...], answer: list[int]) -> None:
-    """Raise RuntimeError unless each greedy token is, nearly, the likeliest of one full forward pass."""
+def parity(model: Transformer, prompt: tuple[int, ...], answer: list[int]) -> dict[str, float]:
+    """How far, in standard deviations of the logits, greedy tokens are below a full forward pass's largest.
+
+    The first token comes from the prefill program, the others from the decode program.
+    """
     logits = model(jnp.asarray([[*prompt, *answer]], jnp.int32))[0, len(prompt) - 1 : -1]
-    logprobs = jax.nn.log_softmax(logits)
-    gap = jnp.max(logprobs, axis=-1) - logprobs[jnp.arange(len(answer)), jnp.asarray(answer)]
-    if not float(jnp.max(gap)) <= PARITY:
-        raise RuntimeError(f"an answer's token is {float(jnp.max(gap)):.3f} nats below the likeliest: no throughput")
+    gaps = jnp.max(logits, axis=-1) - logits[jnp.arange(len(answer)), jnp.asarray(answer)]
+    gaps = gaps / jnp.std(logits, axis=-1)
+    return {"first": round(float(gaps[0]), 4), "worst": round(float(jnp.max(gaps)), 4)}
+
+
+def _between(times: list[float]) -> float:
+    """Mean time between a request's tokens."""
+    return (times[-1] - times[0]) / max(1, len(times) - 1)
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -201,9 +212,8 @@ def k3_shaped(mla_layers: list[int]) -> ModelConfig:
     return config.validate()
 
 
-def context(rows: int, longest: int) -> list[dict[str, Any]]:
+def context(rows: int, longest: int) -> Iterator[dict[str, Any]]:
     """Milliseconds of a decode step of `rows` sequences, and bytes that a sequence keeps, by tokens it holds."""
-    found = []
     for name, layers in (("KDA:MLA 3:1", [3, 7]), ("MLA only", list(range(8)))):
         config, page = k3_shaped(layers), 128
         width = -(-(longest + 1) // page)
@@ -216,10 +226,8 @@ def context(rows: int, longest: int) -> list[dict[str, Any]]:
             held = np.full(rows, length, np.int32)
             step = partial(engine.decode, np.zeros(rows, np.int32), held, table, logprobs=False)
             row = {"layers": name, "tokens": length, "rows": rows, "step_ms": _median_ms(step)}
-            found.append(row | {"bytes": sequence_bytes(config, length)})
-            print(found[-1], flush=True)
+            yield row | {"bytes": sequence_bytes(config, length)}
         del engine, step
-    return found
 
 
 def _lengths(longest: int) -> list[int]:
@@ -273,21 +281,31 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     found: Any
     if options.what == "context":
-        found = context(options.rows, options.longest)
+        found = []
+        for row in context(options.rows, options.longest):
+            print(row, flush=True)
+            found.append(row)
+            _write(found, options.json)
         if options.picture:
             draw(found, options.picture)
     else:
         work = OmegaConf.to_object(OmegaConf.merge(Workload, OmegaConf.from_dotlist(options.overrides)))
         assert isinstance(work, Workload)
-        try:
-            found = {"k3jax": throughput(work), "plain": plain_loop(work)}
-        except RuntimeError as error:
-            print(error, file=sys.stderr)
+        found = {"k3jax": throughput(work)}
+        print(json.dumps(found["k3jax"]), flush=True)
+        if not found["k3jax"]["parity"]["worst"] <= PARITY:
+            print("no throughput: the answers are not the model's", file=sys.stderr)
             return 1
-    print(json.dumps(found, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        _write(found, options.json)
+        found["plain"] = plain_loop(work)
+        print(json.dumps(found, indent=1))
+        _write(found, options.json)
     return 0
+
+
+def _write(found: Any, path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -132,6 +132,7 @@ def train(name: str, seed: int, overrides: list[str]) -> dict[str, Any]:
         if number % EVERY == 0:
             if pending:
                 curve.append({key: round(float(value), 5) for key, value in pending.items()})
+                print(f"{name} {seed}: {time.monotonic() - began:.0f} s, step {number} of {run.steps}", flush=True)
             pending = {"step": number, **{key: metrics[key] for key in KEYS if key in metrics}}
     curve.append({key: round(float(value), 5) for key, value in (pending or {}).items()})
     seconds = time.monotonic() - began

@@ -5,6 +5,7 @@
     python serve.py --config configs/serve/pictures.yaml --checkpoint runs/pictures \\
         --input runs/pictures/data/questions.jsonl --output runs/pictures/answers.jsonl
     python -m experiments.pictures score runs/pictures/data runs/pictures/answers.jsonl
+    python -m experiments.pictures show runs/pictures/data runs/pictures/answers.jsonl runs/pictures/metrics.jsonl X.png
 
 A picture has one to four shapes, each in a quarter of its own, jittered in place and size, on a light background. Its
 caption says how many there are, and of each the colour, the shape and where it is. Held out are arrangements (which
@@ -48,7 +49,7 @@ class Thing:
     place: str
 
     def __str__(self) -> str:
-        return f"{self.colour} {self.shape} {self.place}"
+        return f"{self.place} {self.colour} {self.shape}"
 
 
 Arrangement = tuple[Thing, ...]  # in the order of PLACES
@@ -76,10 +77,10 @@ def draw(things: Arrangement, rng: random.Random) -> Image.Image:
     picture = Image.new("RGB", (SIDE, SIDE), tuple(rng.randint(215, 255) for _ in range(3)))
     canvas = ImageDraw.Draw(picture)
     for thing in things:
-        index, radius = PLACES.index(thing.place), rng.uniform(7, 10)
-        x = (index % 2 + 0.5) * SIDE / 2 + rng.uniform(-3, 3)
-        y = (index // 2 + 0.5) * SIDE / 2 + rng.uniform(-3, 3)
-        _draw_shape(canvas, thing.shape, COLOURS[thing.colour], x, y, radius)
+        index, quarter = PLACES.index(thing.place), SIDE / 2
+        x = (index % 2 + 0.5 + rng.uniform(-0.1, 0.1)) * quarter
+        y = (index // 2 + 0.5 + rng.uniform(-0.1, 0.1)) * quarter
+        _draw_shape(canvas, thing.shape, COLOURS[thing.colour], x, y, rng.uniform(0.25, 0.36) * quarter)
     return picture
 
 
@@ -140,13 +141,10 @@ def score(folder: Path, output: Path) -> dict[str, tuple[int, int]]:
 
     Counted are whole captions, the number of shapes, the set of places, and of each shape the colour and the kind.
     """
-    expected = json.loads((folder / "answers.json").read_text())
     right, asked = Counter[str](), Counter[str]()
-    for record in map(json.loads, output.read_text().splitlines()):
-        answer = "" if record["error"] else record["response"]["body"]["choices"][0]["message"]["content"] or ""
-        truth = expected[record["custom_id"]]
+    for answer, truth in _answers(folder, output).values():
         (number, found), (true_number, things) = _read(answer), _read(truth)
-        marks = [("caption", answer.strip() == truth), ("count", number == true_number)]
+        marks = [("caption", answer == truth), ("count", number == true_number)]
         marks += [("places", found.keys() == things.keys())]
         for place, (colour, shape) in things.items():
             said = found.get(place, ("", ""))
@@ -157,11 +155,39 @@ def score(folder: Path, output: Path) -> dict[str, tuple[int, int]]:
     return {what: (right[what], asked[what]) for what in asked}
 
 
+def _answers(folder: Path, output: Path) -> dict[str, tuple[str, str]]:
+    """{request: (what was answered, what is right)}."""
+    expected, found = json.loads((folder / "answers.json").read_text()), {}
+    for record in map(json.loads, output.read_text().splitlines()):
+        answer = "" if record["error"] else record["response"]["body"]["choices"][0]["message"]["content"] or ""
+        found[record["custom_id"]] = answer.strip(), expected[record["custom_id"]]
+    return found
+
+
 def _read(text: str) -> tuple[str, dict[str, tuple[str, str]]]:
     """(number, {place: (colour, shape)}) of a caption, as far as it is one."""
-    number, _, rest = text.strip().partition(": ")
-    words = [part.split(" ", 2) for part in rest.split(", ")]
-    return number, {part[2]: (part[0], part[1]) for part in words if len(part) == 3}
+    number, _, rest = text.partition(": ")
+    words = [part.split(" ") for part in rest.split(", ")]
+    return number, {" ".join(part[:2]): (part[2], part[3]) for part in words if len(part) == 4}
+
+
+def show(folder: Path, output: Path, metrics: Path, picture: Path) -> None:
+    """Draw a run's loss, and held-out pictures with their answers: green where right; else red, with what is right."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 11), layout="constrained")
+    loss, *cells = figure.subplots(3, 5).flat
+    logged = [json.loads(line) for line in metrics.read_text().splitlines()]
+    loss.plot([row["step"] for row in logged], [row["loss"] for row in logged])
+    loss.set(title="loss, nats a token", xlabel="step", yscale="log")
+    answers = sorted(_answers(folder, output).items(), key=lambda item: int(item[0].removeprefix("test")))
+    for axes, (name, (answer, truth)) in zip(cells, answers, strict=False):
+        axes.imshow(Image.open(folder / f"pictures/{name}.png"))
+        axes.set_axis_off()
+        axes.set_title(answer.replace(", ", ",\n"), fontsize=8, color="green" if answer == truth else "firebrick")
+        if answer != truth:
+            axes.text(0, SIDE, truth.replace(", ", ",\n"), fontsize=8, color="gray", verticalalignment="top")
+    figure.savefig(picture, dpi=100)
 
 
 # A guess that knows the question and not the picture: the likeliest value of each kind.
@@ -169,7 +195,7 @@ CHANCE = {"caption": 0.0, "count": 1 / 4, "places": 1 / 4, "colour": 1 / len(COL
 
 
 def main() -> None:
-    """The two commands."""
+    """The three commands."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("make")
@@ -179,9 +205,15 @@ def main() -> None:
     scoring = commands.add_parser("score")
     scoring.add_argument("folder", type=Path)
     scoring.add_argument("output", type=Path)
+    showing = commands.add_parser("show")
+    for name in ("folder", "output", "metrics", "picture"):
+        showing.add_argument(name, type=Path)
     args = parser.parse_args()
     if args.command == "make":
         make(args.folder, num_train=args.train, num_test=args.test)
+        return
+    if args.command == "show":
+        show(args.folder, args.output, args.metrics, args.picture)
         return
     for what, (right, asked) in score(args.folder, args.output).items():
         print(f"{what:8}{right}/{asked} = {right / asked:.1%}   by chance {CHANCE[what]:.0%}")

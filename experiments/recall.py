@@ -163,6 +163,7 @@ def train(
         params, state, _, _ = step(params, state, jnp.int32(number), tokens, asked)
         if (number + 1) % max(1, steps // 20) == 0:
             curve.append((number + 1, round(float(score(params, *held_out)), 4)))
+            print(f"{task} {layer} {length}: {time.monotonic() - began:.0f} s, step, accuracy {curve[-1]}", flush=True)
     seconds = round(time.monotonic() - began, 1)
     row = {
         "task": task,
@@ -193,8 +194,10 @@ def report(paths: list[Path]) -> None:
         for layer in LAYERS:
             found = [best.get((task, layer, length)) for length in lengths]
             print(f"| {task} | {layer} | " + " | ".join("" if x is None else f"{100 * x:.1f} %" for x in found) + " |")
-            axes.plot(lengths, [np.nan if x is None else 100 * x for x in found], "o-", label=layer)
+            run = [(length, 100 * x) for length, x in zip(lengths, found, strict=True) if x is not None]
+            axes.plot(*zip(*run, strict=True), "o-", label=layer)
         axes.set(title=task, xlabel="length of the sequence", xscale="log", xticks=lengths, xticklabels=lengths)
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
     figure.axes[0].set(ylabel="accuracy (%)")
     figure.axes[0].legend()

@@ -5,9 +5,9 @@
 
 Both have static shapes, drop nothing and never wait for a host. In the balanced form a device with S tokens computes
 S k rows whatever the router chose; invalid tokens have none, and the rest are split evenly. Rows are exchanged twice
-forward, twice for gradients, and once more where the layer is computed again with `OUTPUT` and `PLAN` kept. A choice's
-weight, one number, goes with its row, so that its gradient comes back from where the expert's output is and no output
-has to be sent again.
+forward, twice for gradients, and twice more where the layer is computed again; once where `OUTPUT` and `PLAN` are kept.
+A choice's weight, one number, goes with its row, so that its gradient comes back from where the expert's output is and
+no output has to be sent again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def route(
 
     A token's `experts` are different ones; `expert_weights` are this device's part of `count`, spread over `axes`. Of
     these `token_axes` (by default all) have other tokens along them, and `latent_axes` other parts of the latent.
-    Tokens are routed in as many parts as keep the rows of one under `buffer_bytes`; it bounds all temporaries.
+    Tokens are routed in as many parts as keep the rows of one under `buffer_bytes`; it bounds all temporaries but the
+    rows of all parts, which a gradient keeps.
     """
     token_axes = axes if token_axes is None else token_axes
     local = count // jax.lax.axis_size(axes)
@@ -88,7 +89,8 @@ def _in_parts(
     if parts == 1:
         return run(*tokens, expert_weights)
 
-    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(PLAN))
+    # The gradient of a part finds its rows and computes what is between; each part has copies of its own hot experts.
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(PLAN, ROWS))
     def part(tokens: tuple[Array, ...]) -> Array:
         return run(*tokens, expert_weights)
 

@@ -138,8 +138,7 @@ def largest(x: Array, *names: str) -> Array:
 
 def joined(x: Shaped[Array, "..."], name: str, *, dim: int) -> Shaped[Array, "..."]:
     """All parts of a split logical axis side by side along `dim`."""
-    axes = axes_of(name)
-    return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+    return joined_over(x, axes_of(name), dim=dim)
 
 
 def whole(weight: Shaped[Array, "..."], names: Names) -> Shaped[Array, "..."]:
@@ -208,6 +207,11 @@ def total_of(parts: Mapping[str, Array]) -> Array:
 def total_over(x: Any, axes: Names) -> Any:
     """Partial sums over mesh axes, added up."""
     return jax.lax.psum(x, axes) if axes else x
+
+
+def joined_over(x: Shaped[Array, "..."], axes: Names, *, dim: int) -> Shaped[Array, "..."]:
+    """The parts along mesh axes side by side along `dim`."""
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
 def largest_anywhere(x: Shaped[Array, ""]) -> Shaped[Array, ""]:

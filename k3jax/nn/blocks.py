@@ -97,7 +97,8 @@ class Blocks:
         def block_step(carry: Carry, inputs: tuple[dict, Weights]) -> tuple[Carry, Any]:
             (snapshots, live, cache), (block, weights) = carry, inputs
             # A seal, as in Residual.seal. From here to the end of the block the bank is a constant of the inner scans.
-            snapshots = jnp.where(block["seal"], snapshots.at[block["index"]].set(live), snapshots)
+            sealed = jnp.where(block["seal"], live, snapshots[block["index"]])
+            snapshots = snapshots.at[block["index"]].set(sealed)
             live = jnp.where(block["seal"], 0, live).astype(live.dtype)
             reads = self._read(block, weights, snapshots, block["index"] + 1)
 

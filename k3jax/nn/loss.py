@@ -81,21 +81,55 @@ def head_sums(
         jnp.pad(mask, (0, pad)).reshape(-1, size),
     )
 
-    def piece_loss(piece: tuple[Array, Array, Array]) -> Float[Array, " 2"]:
-        hidden, labels, mask = piece
-        logits = head_logits(hidden, head)
-        # Compare and sum instead of indexing: the gradient of an index is a scatter.
-        ids = jnp.arange(logits.shape[-1]) + index_of("vocab") * logits.shape[-1]
-        picked = jnp.sum(jnp.where(ids == labels[:, None], logits, 0.0), axis=-1)
-        normaliser = _logsumexp(logits)
-        both = jnp.stack([normaliser - total(picked, "vocab"), jnp.square(normaliser)])
-        return jnp.sum(jnp.where(mask, both, 0.0), axis=-1)
-
-    if labels.shape[0] <= chunk:
-        sums = piece_loss(jax.tree.map(lambda x: x[0], pieces))
-    else:
-        sums = jnp.sum(jax.lax.map(jax.checkpoint(piece_loss), pieces), axis=0)
+    sums = _piece_sums(head, *(x[0] for x in pieces)) if labels.shape[0] <= chunk else _sums_of_pieces(head, *pieces)
     return HeadSums(sums[0], sums[1], jnp.sum(mask.astype(jnp.float32)))
+
+
+def _piece_sums(
+    head: Float[Array, "D V"], hidden: Float[Array, "T D"], labels: Int[Array, " T"], mask: Bool[Array, " T"]
+) -> Float[Array, " 2"]:
+    """Nats and squares of log normalisers of some tokens."""
+    logits = head_logits(hidden, head)
+    # Compare and sum instead of indexing: the gradient of an index is a scatter.
+    ids = jnp.arange(logits.shape[-1]) + index_of("vocab") * logits.shape[-1]
+    picked = jnp.sum(jnp.where(ids == labels[:, None], logits, 0.0), axis=-1)
+    normaliser = _logsumexp(logits)
+    both = jnp.stack([normaliser - total(picked, "vocab"), jnp.square(normaliser)])
+    return jnp.sum(jnp.where(mask, both, 0.0), axis=-1)
+
+
+@jax.custom_vjp
+def _sums_of_pieces(
+    head: Float[Array, "D V"],
+    hidden: Float[Array, "n T D"],
+    labels: Int[Array, "n T"],
+    mask: Bool[Array, "n T"],
+) -> Float[Array, " 2"]:
+    """`_piece_sums` of one piece after the other; its gradient has the logits of one piece at a time too.
+
+    The head's gradient is summed over pieces in float32: in bfloat16 the later ones would be lost beside the sum.
+    """
+    return jnp.sum(jax.lax.map(lambda piece: _piece_sums(head, *piece), (hidden, labels, mask)), axis=0)
+
+
+def _sums_forward(*arguments: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _sums_of_pieces(*arguments), arguments
+
+
+def _sums_backward(saved: tuple[Array, ...], gradient: Float[Array, " 2"]) -> tuple[Array, Array, None, None]:
+    head, *pieces = saved
+
+    def add(total: Array, piece: list[Array]) -> tuple[Array, Array]:
+        hidden, labels, mask = piece
+        _, pull = jax.vjp(lambda head, hidden: _piece_sums(head, hidden, labels, mask), head, hidden)
+        of_head, of_hidden = pull(gradient)
+        return total + of_head.astype(total.dtype), of_hidden
+
+    of_head, of_hidden = jax.lax.scan(add, jnp.zeros(head.shape, island(head.dtype)), pieces)
+    return of_head.astype(head.dtype), of_hidden, None, None
+
+
+_sums_of_pieces.defvjp(_sums_forward, _sums_backward)
 
 
 @jax.custom_vjp

@@ -20,13 +20,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from k3jax.config import ModelConfig, VisionConfig
 from k3jax.nn.norm import RMSNorm
-from k3jax.nn.param import cast, island, matmul_precision, normal, project
+from k3jax.nn.param import cast, island, normal, project
+from pallas_kernels.mla import attention
 from sharding.local import index_of, joined
 
 MERGE = 2  # patches of a token's side
 SIDE = 512  # patches of an item's side at most
 THETA = 10_000.0  # of the rotary positions and of the time term
-SCORES = 2**26  # attention scores that exist at one time: 256 MiB
 
 Turns = tuple[Float[Array, "B P 1 K/2"], Float[Array, "B P 1 K/2"]]  # cosine and sine of the rotary angles
 
@@ -238,23 +238,9 @@ def _rounded(size: int, least: int) -> int:
 def attend(
     q: Float[Array, "B P H K"], k: Float[Array, "B P H K"], v: Float[Array, "B P H K"], segment_ids: Int[Array, "B P"]
 ) -> Float[Array, "B P H K"]:
-    """Full attention among the patches of one segment, for so many queries at a time as `SCORES` allows."""
-    batch, length, heads, width = q.shape
-    dtype, precision, wide = q.dtype, matmul_precision(q.dtype), island(q.dtype)
-    # The gradients of keys and values are sums over all groups of queries: wide out here, they add up in float32.
-    k, v = k.astype(wide), v.astype(wide)
-
-    def of_query(query: tuple[Array, Array]) -> Array:
-        q, segment = query
-        seen = segment_ids == segment[:, None]
-        scores = jnp.einsum("bhk,bphk->bhp", q, k.astype(dtype), precision=precision, preferred_element_type=wide)
-        weights = jax.nn.softmax(jnp.where(seen[:, None], scores * width**-0.5, -jnp.inf))
-        return jnp.einsum("bhp,bphk->bhk", weights.astype(dtype), v.astype(dtype), precision=precision)
-
-    queries = (jnp.moveaxis(q, 1, 0), segment_ids.T)
-    group = min(length, max(8, SCORES // (batch * heads * length) // 8 * 8))  # whole sublanes of a TPU
-    kept = jax.checkpoint(of_query, prevent_cse=False)  # scores are computed again in the backward pass
-    return jnp.moveaxis(jax.lax.map(kept, queries, batch_size=group), 0, 1)
+    """Full attention among the patches of one item; 0 for padding. No body keeps a matrix of scores in memory."""
+    # Queries that come after all keys: the causal mask of the text's attention hides nothing, and segments remain.
+    return attention(q, k, v, segment_ids=segment_ids, q_offset=q.shape[1]).output
 
 
 def rotary_turns(places: Places, head_dim: int, *, dtype: Any) -> Turns:

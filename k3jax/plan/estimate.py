@@ -27,6 +27,7 @@ class Estimate:
     flops: float
     hbm_bytes: float
     arguments: float = 0.0  # bytes of the program's arguments, exact but for padding
+    results: float = 0.0  # bytes of its results, likewise
     axis_bytes: dict[str, float] = field(default_factory=dict)
     tokens: float = 0.0  # of all devices in one step
 

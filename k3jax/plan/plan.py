@@ -78,6 +78,7 @@ def _record(estimate: Estimate, slice_: Slice) -> Plan:
         "per_device_bytes": {kind: round(size) for kind, size in estimate.held.items()},
         "total_bytes": round(estimate.bytes),
         "argument_bytes": round(estimate.arguments),
+        "output_bytes": round(estimate.results),
         "flops": estimate.flops,
         "hbm_bytes": round(estimate.hbm_bytes),
         "axis_bytes": {axis: round(size) for axis, size in estimate.axis_bytes.items()},

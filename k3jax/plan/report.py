@@ -61,8 +61,9 @@ def _table(mode: str, record: dict[str, Any], memory: int) -> Table:
     table.add_row("tokens a second, all devices (estimate)", f"{record['tokens_per_s']:,.0f}")
     if "compiled" in record:
         table.add_section()
-        share = record["compiled"]["argument_bytes"] / record["argument_bytes"] - 1
-        table.add_row("compiler's arguments beside the plan's", f"{share:+.2%}")
+        for name in ("argument", "output"):
+            share = record["compiled"][f"{name}_bytes"] / record[f"{name}_bytes"] - 1
+            table.add_row(f"compiler's {name}s beside the plan's", f"{share:+.2%}")
         for name, value in record["compiled"].items():
             text = f"{value / GIB:.2f} GiB" if name.endswith("_bytes") else str(value)
             table.add_row(f"compiler: {name.removesuffix('_bytes').replace('_', ' ')}", text)

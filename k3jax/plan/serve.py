@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from k3jax.serve.run import sizes_of
 from k3jax.serve.sampler import History, Sampling, SamplingRows
 from k3jax.train.flops import forward_flops
 from pallas_kernels.mx import MXFP4Array, decode_layout, layout_for
+from sharding.local import Placement
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class ServeProgram:
     def lower(self) -> Any:
         """The program that `serve.py` runs, lowered for TPUs with its pools donated."""
         devices, program = self.devices, programs.decode if self.mode == "decode" else programs.prefill
-        jitted = devices.jit(program, self.pools, self.history, self.rows, top=self.run.max_top_logprobs)
+        program = partial(program, top=self.run.max_top_logprobs)
+        jitted = devices.jit(program, self.pools, self.history, (self.rows,))
         arguments = (
             devices.blank(self.model, devices.model_specs),
             devices.blank(self.pools, devices.pool_specs(self.pools)),
@@ -89,6 +92,7 @@ class ServeProgram:
             "kda_state": states,
             "mla_cache": latents,
             "sampling": history,
+            "layout_copies": _layout_copies(self.model, placement),
             "buffers": stream * (config.num_snapshots + 60) + rows * config.vocab_size * 8,
         }
         keys = self.run.max_context
@@ -97,6 +101,7 @@ class ServeProgram:
         out = Estimate(held, flops=flops * tokens / placement.count(placement.split["kda_heads"]), hbm_bytes=0.0)
         rows_bytes = local_bytes(self.rows, devices.row_specs(self.rows), placement)
         out.arguments = weights + states + latents + history + rows_bytes
+        out.results = states + latents + history
         touched = min(1.0, tokens * devices.shares * config.moe.top_k / config.moe.num_experts)
         is_expert = lambda leaf: isinstance(leaf, MXFP4Array)  # noqa: E731
         found = jax.tree.leaves([w for w in jax.tree.leaves(self.model, is_leaf=is_expert) if is_expert(w)])
@@ -119,6 +124,12 @@ class ServeProgram:
         out.send(experts, placement.count(experts), everyone * (2 + 4) if self.mode == "decode" else 2 * routed, moe)
         cache = self.run.max_context * (config.mla.kv_rank + config.mla.extra_dim) * 2
         out.send(seq, placement.count(seq), cache, len(config.mla_layers))
+
+
+def _layout_copies(model: Transformer, placement: Placement) -> float:
+    """The bfloat16 weights of all layers once more: the TPU compiler lays them out anew before its loop over layers."""
+    of_layers = (w for w in weights_of(model, placement) if not {"experts", "vocab"} & set(w.axes))
+    return 2.0 * sum(w.elements for w in of_layers)
 
 
 def _served_model(config: ModelConfig, kind: str) -> Transformer:

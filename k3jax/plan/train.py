@@ -16,7 +16,9 @@ from k3jax.train.step import make_train_step
 
 PASSES = 3  # that read a weight: forward, its recomputation, and the backward pass
 RECOMPUTED = 4 / 3  # operations with every layer's forward pass run again, over those without
-ROUTED = 5  # exchanges of a MoE layer's rows: two forward, one in the recomputation, two backward
+ROUTED = 6  # exchanges of a MoE layer's rows: two forward, two in the recomputation, two backward
+INNER = 190  # bytes a token and channel of KDA's heads that its backward pass holds, as the compiler has it for K3
+ROUTED_BYTES = 3 * 2**30  # of the rows that are with their experts at a time
 ACTIVATIONS = 60  # times that a layer's pass reads or writes an array of [tokens, width], forward and backward together
 
 
@@ -57,9 +59,10 @@ class TrainProgram:
             "gradients": params * jnp.dtype(run.model.dtype).itemsize / 4,
         }
         rows = tokens / shares / run.accumulate
-        held |= _activations(run, rows, weights)
+        held |= _activations(run, rows, weights, parts=placement.count(placement.split["kda_heads"]))
         flops = RECOMPUTED * training_flops(run.model, keys=mean_keys(run.data.seq_len)) * tokens / shares / split
         out = Estimate(held, flops=flops, hbm_bytes=0.0, tokens=tokens)
+        out.results = local_bytes(state, specs, placement)
         batch = self.setting.devices.batch(run.data)
         out.arguments = local_bytes(state, specs, placement)
         out.arguments += local_bytes(batch, self.setting.devices.batch_specs(batch), placement)
@@ -90,16 +93,21 @@ class TrainProgram:
         out.send(seq, placement.count(seq), latents, PASSES * len(run.model.mla_layers))
 
 
-def _activations(run: TrainRun, rows: float, weights: list[Weight]) -> dict[str, float]:
-    """What the backward pass finds (a sum of each layer, the bank at each block), and the largest layer's buffers."""
+def _activations(run: TrainRun, rows: float, weights: list[Weight], *, parts: int) -> dict[str, float]:
+    """What is kept of every layer, and the buffers of the largest one; `parts` devices share the heads.
+
+    Kept are the sum before each layer, the bank and its gradient, and a block's reads of it. Buffers are the head's
+    gradient, and in a KDA layer's backward pass arrays of [tokens, heads, head_dim] beside its experts' rows.
+    """
     model, width = run.model, jnp.dtype(run.model.dtype).itemsize
     stream = rows * model.width * width
     experts = sum(w.elements for w in weights if "experts" in w.axes) / (model.num_layers - model.num_dense_layers)
     vocab = max(w.elements for w in weights if w.axes == ("embed", "vocab"))
     routed = rows * model.moe.top_k * (model.moe.latent_width + 3 * model.moe.expert_width) * width
+    inner = rows * model.kda.num_heads * model.kda.head_dim / parts
     return {
-        "activations": stream * (model.num_layers + model.num_snapshots * model.num_snapshots),
-        "buffers": max(3 * experts * width + min(routed, 4 * 2**30) + 30 * stream, vocab * (width + 4)),
+        "activations": stream * (model.num_layers + 2 * model.num_snapshots + 2 * model.attn_res_block),
+        "buffers": vocab * width + INNER * inner + 6 * experts * width + min(routed, ROUTED_BYTES),
     }
 
 

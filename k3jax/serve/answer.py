@@ -83,6 +83,13 @@ class Answer(ABC):
     def choice(self) -> dict[str, Any]:
         """OpenAI's form of the complete answer."""
 
+    @abstractmethod
+    def delta(self) -> dict[str, Any] | None:
+        """OpenAI's form of what has become certain since the last call; None where nothing has.
+
+        Put together, the deltas are the choice.
+        """
+
     def _spell(self, token: int) -> str:
         """A token's text; bytes that are no text of their own are spelled as OpenAI does, `bytes:\\xe5\\xa4`."""
         raw = self.tokenizer.token_bytes(token)
@@ -102,6 +109,7 @@ class TextAnswer(Answer):
         self._length = 0  # of `text`
         self._logprobs: list[tuple[int, int, TokenLogprobs | None]] = []  # token, offset in the text
         self._echoes = request.echo  # until the prompt is in the text
+        self._given = [0, 0]  # pieces and log-probabilities that were in a delta
 
     @property
     def text(self) -> str:
@@ -137,11 +145,22 @@ class TextAnswer(Answer):
             "finish_reason": self.finish,
         }
 
-    def _logprobs_body(self) -> dict[str, Any] | None:
-        """One entry per token that begins inside the text."""
+    def delta(self) -> dict[str, Any] | None:
+        pieces, logprobs = self._pieces[self._given[0] :], self._logprobs_body(self._given[1])
+        text = "".join(pieces)
+        if not text and not self.finish:
+            return None
+        self._given[0] += len(pieces)
+        self._given[1] += len(logprobs["tokens"]) if logprobs else 0
+        index = self.request.sampling.choice
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": self.finish}
+
+    def _logprobs_body(self, first: int = 0) -> dict[str, Any] | None:
+        """One entry per token that begins inside the text, from the `first` on."""
         if self.request.top_logprobs is None:
             return None
-        shown = [entry for entry in self._logprobs if entry[1] < self._length or not self._stops.stopped]
+        ended = self.finish and not self._stops.stopped
+        shown = [entry for entry in self._logprobs if entry[1] < self._length or ended][first:]
         return {
             "tokens": [self._spell(token) for token, _, _ in shown],
             "token_logprobs": [entry and _finite(entry.logprob) for _, _, entry in shown],
@@ -162,6 +181,12 @@ class _Channel:
 
     stops: StopStrings
     pieces: list[str] = field(default_factory=list)
+    given: int = 0  # pieces that were taken
+
+    def take(self) -> str:
+        """The text that has become certain since the last call."""
+        text, self.given = "".join(self.pieces[self.given :]), len(self.pieces)
+        return text
 
     def feed(self, piece: str) -> None:
         self.pieces.append(self.stops.feed(piece))
@@ -182,6 +207,7 @@ class ChatAnswer(Answer):
         self._calls: list[ToolCall] = []
         self._logprobs: list[tuple[int, TokenLogprobs]] = []
         self._message: dict[str, Any] = {}
+        self._given = [0, 0]  # calls and log-probabilities that were in a delta
 
     def feed(self, event: Event) -> None:
         if event.token is not None:
@@ -203,6 +229,19 @@ class ChatAnswer(Answer):
             "logprobs": self._logprobs_body(),
             "finish_reason": self.finish,
         }
+
+    def delta(self) -> dict[str, Any] | None:
+        pieces = {"reasoning_content": self._reasoning.take(), "content": self._content.take()}
+        # A channel that began and stayed empty is an empty text, not a missing one.
+        new: dict[str, Any] = {name: text for name, text in pieces.items() if text or self._message.get(name) == ""}
+        if calls := self._calls[self._given[0] :]:
+            new["tool_calls"] = [{"index": i} | self._call_body(c) for i, c in enumerate(calls, self._given[0])]
+        if not new and not self.finish:
+            return None
+        logprobs = self._logprobs_body(self._given[1])
+        self._given = [len(self._calls), len(self._logprobs)]
+        index = self.request.sampling.choice
+        return {"index": index, "delta": new, "logprobs": logprobs, "finish_reason": self.finish}
 
     @property
     def _stopped(self) -> bool:
@@ -237,13 +276,13 @@ class ChatAnswer(Answer):
         arguments = call.arguments if is_text else json.dumps(call.arguments, ensure_ascii=False)
         return {"id": f"call_{identity}", "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
-    def _logprobs_body(self) -> dict[str, Any] | None:
-        """One entry per generated token, those of reasoning, markers and the end included."""
+    def _logprobs_body(self, first: int = 0) -> dict[str, Any] | None:
+        """One entry per generated token, those of reasoning, markers and the end included, from the `first` on."""
         if self.request.top_logprobs is None:
             return None
         entries = [
             self._entry(token, values.logprob) | {"top_logprobs": [self._entry(*pair) for pair in values.top]}
-            for token, values in self._logprobs
+            for token, values in self._logprobs[first:]
         ]
         return {"content": entries}
 

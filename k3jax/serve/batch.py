@@ -9,11 +9,12 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import jax
+from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -26,13 +27,11 @@ from rich.progress import (
 )
 
 from k3jax.config import ConfigError
-from k3jax.serve.answer import Answer
-from k3jax.serve.chat import chat_job
 from k3jax.serve.fields import RequestError
-from k3jax.serve.images import ImageEncoder, ImageReader
-from k3jax.serve.request import CHAT, COMPLETIONS, Job, Limits, Line, completion_job, parse_line, prompt_ids
-from k3jax.serve.results import OutputFile, completed, refused, unusable
-from k3jax.serve.scheduler import Event, Scheduler
+from k3jax.serve.hosts import from_first
+from k3jax.serve.jobs import Jobs
+from k3jax.serve.request import COMPLETIONS, Job, Line, parse_line, prompt_ids
+from k3jax.serve.results import Output, completed, refused, unusable
 from k3jax.text import Tokenizer
 from k3jax.vision import ahead
 
@@ -65,118 +64,65 @@ class Summary:
         return ", ".join(parts) + ("; interrupted, a rerun resumes" if self.interrupted else "")
 
 
-class _Running:
-    """A job and its answers so far, one for each choice."""
-
-    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
-        self.job = job
-        self.answers = [Answer.of(job, request, tokenizer) for request in job.requests]
-        self.cached_tokens = 0  # of the prompt
-
-
 @dataclass(kw_only=True)
 class Batch:
-    """One batch over one scheduler."""
+    """One batch over what serves its jobs."""
 
-    scheduler: Scheduler
-    tokenizer: Tokenizer
-    limits: Limits
-    model_name: str
+    jobs: Jobs
     stopping: Callable[[], bool] = lambda: False  # asked before every step
-    reader: ImageReader | None = None  # with an encoder where the model sees
-    encoder: ImageEncoder | None = None
     summary: Summary = field(default_factory=Summary)
 
-    def run(self, input_path: Path, output: OutputFile, progress: Progress) -> Summary:
+    def run(self, input_path: Path, output: Output, progress: Progress) -> Summary:
         """Serve every line of `input_path` that has no result in `output` yet; `check_input` has passed the file."""
-        running = dict[str, _Running]()
-        todo = self._jobs(input_path, output)
+        todo = self._todo(input_path, output)
         bar = progress.add_task("requests", total=count_lines(input_path), speed="")
         more = True
         while not self.stopping():
-            more = self._submit(todo, running)
-            if not running:
+            more = self._submit(todo)
+            if not self.jobs:
                 break
-            self._step(running, output, progress, bar)
-        dropped = self._drop_unstarted(running)
+            self._step(output, progress, bar)
+        unstarted = self.jobs.unstarted()  # after a signal; the others have `DRAIN_S` to finish
+        for one in unstarted:
+            self.jobs.drop(one)
         deadline = time.monotonic() + DRAIN_S
-        while running and time.monotonic() < deadline:
-            self._step(running, output, progress, bar)
+        while self.jobs and from_first(lambda: time.monotonic() < deadline):
+            self._step(output, progress, bar)
         progress.update(bar, completed=self._num_done())
-        self.summary.interrupted |= more or dropped or bool(running)
+        self.summary.interrupted |= more or bool(unstarted) or bool(self.jobs)
         return self.summary
 
-    def _submit(self, todo: Iterator[Job], running: dict[str, _Running]) -> bool:
+    def _submit(self, todo: Iterator[Job]) -> bool:
         """Keep as many requests waiting as there are slots; False when no line is left."""
-        while self.scheduler.num_waiting < self.scheduler.num_slots:
+        while self.jobs.scheduler.num_waiting < self.jobs.scheduler.num_slots:
             job = next(todo, None)
             if job is None:
                 return False
-            if self.encoder is not None and self.reader is not None:
-                job = self.encoder.job(job, self.reader.media_id)
-            one = _Running(job, self.tokenizer)
-            for request in job.requests:
-                running[request.key] = one
-                self.scheduler.submit(request)
+            self.jobs.start(job)
         return True
 
-    def _step(self, running: dict[str, _Running], output: OutputFile, progress: Progress, bar: TaskID) -> None:
-        for event in self.scheduler.step():
-            self._take(event, running, output)
-        self.summary.prompt_tokens, self.summary.cached_tokens = (
-            self.scheduler.prompt_tokens,
-            self.scheduler.cached_tokens,
-        )
+    def _step(self, output: Output, progress: Progress, bar: TaskID) -> None:
+        for one in self.jobs.step():
+            if one.error is not None:
+                self._write_failure(output, refused(one.job.custom_id, one.error, status=500))
+            elif one.is_done:
+                output.write(completed(one, model=self.jobs.model_name))
+                self.summary.completed += 1
+        scheduler, summary = self.jobs.scheduler, self.summary
+        summary.prompt_tokens, summary.cached_tokens = scheduler.prompt_tokens, scheduler.cached_tokens
+        summary.tokens = self.jobs.generated_tokens
         progress.update(bar, completed=self._num_done(), speed=self._speed(progress, bar))
 
-    def _drop_unstarted(self, running: dict[str, _Running]) -> bool:
-        """After a signal: drop the jobs that have not begun; the others have `DRAIN_S` to finish."""
-        waiting = {request.key for request in self.scheduler.unstarted}
-        unstarted = [one for one in running.values() if all(r.key in waiting for r in one.job.requests)]
-        for one in unstarted:
-            self._drop(one.job, running)
-        return bool(unstarted)
-
-    def _drop(self, job: Job, running: dict[str, _Running]) -> None:
-        for request in job.requests:
-            self.scheduler.release(request)
-            running.pop(request.key, None)
-
-    def _take(self, event: Event, running: dict[str, _Running], output: OutputFile) -> None:
-        """Pass an event on; write the record of a job that it completes or fails."""
-        self.summary.tokens += event.token is not None
-        one = running.get(event.request.key)
-        if one is None:
-            return  # another choice of its job has failed in the same step
-        choice = event.request.sampling.choice
-        answer = one.answers[choice]
-        if choice == 0:  # the choices share their prompt, and the first has read it
-            one.cached_tokens = event.cached_tokens
-        answer.feed(event)
-        if answer.finish is None:
-            return
-        self.scheduler.release(event.request)
-        if answer.finish == "error":
-            self._drop(one.job, running)
-            assert event.error is not None
-            self._write_failure(output, refused(one.job.custom_id, event.error, status=500))
-            return
-        del running[event.request.key]
-        if all(answer.finish for answer in one.answers):
-            output.write(completed(one.job, one.answers, model=self.model_name, cached_tokens=one.cached_tokens))
-            self.summary.completed += 1
-
-    def _jobs(self, input_path: Path, output: OutputFile) -> Iterator[Job]:
+    def _todo(self, input_path: Path, output: Output) -> Iterator[Job]:
         """The jobs still to serve; every other line gets its error record on the way."""
-        parse = partial(parse_request, tokenizer=self.tokenizer, limits=self.limits, reader=self.reader)
         lines = self._lines_to_serve(input_path, output)
-        for line, parsed in ahead(parse, lines, workers=WORKERS if self.reader else 0):
+        for line, parsed in ahead(self.jobs.parse, lines, workers=WORKERS if self.jobs.reader else 0):
             try:
                 yield parsed.result()
             except RequestError as error:
                 self._write_failure(output, refused(line.custom_id, error))
 
-    def _lines_to_serve(self, input_path: Path, output: OutputFile) -> Iterator[Line]:
+    def _lines_to_serve(self, input_path: Path, output: Output) -> Iterator[Line]:
         """The lines that name requests without a result."""
         for number, raw in _lines(input_path):
             if self.stopping():
@@ -192,13 +138,13 @@ class Batch:
             else:
                 yield line
 
-    def _unusable(self, output: OutputFile, number: int, error: RequestError) -> None:
+    def _unusable(self, output: Output, number: int, error: RequestError) -> None:
         if number in output.done_lines:
             self.summary.skipped += 1
         else:
             self._write_failure(output, unusable(number, error))
 
-    def _write_failure(self, output: OutputFile, record: dict) -> None:
+    def _write_failure(self, output: Output, record: dict) -> None:
         output.write(record)
         self.summary.failed += 1
 
@@ -210,23 +156,6 @@ class Batch:
         speed = f"{self.summary.tokens / elapsed:,.0f} tokens/s" if elapsed else ""
         cached = f"{self.summary.hit_rate:.0%} cached" if self.summary.hit_rate else ""
         return "  ".join(part for part in (speed, cached) if part)
-
-
-def parse_request(line: Line, *, tokenizer: Tokenizer, limits: Limits, reader: ImageReader | None = None) -> Job:
-    """Check a line's url, method and body, and prepare its images where there is a `reader` of them.
-
-    Raises `RequestError` naming the field, its value and what is allowed.
-    """
-    if line.url == COMPLETIONS:
-        job = completion_job(line, tokenizer=tokenizer, limits=limits)
-        if reader is not None:
-            reader.check(job.requests[0].prompt)
-        return job
-    if line.url == CHAT:
-        return chat_job(line, tokenizer=tokenizer, limits=limits, reader=reader)
-    raise RequestError(
-        f"url {line.url!r}: no such endpoint; supported: {COMPLETIONS}, {CHAT}", code="unsupported_url", param="url"
-    )
 
 
 def check_input(path: Path) -> dict[str, bytes]:
@@ -325,19 +254,27 @@ def _message_text(message: dict[str, Any]) -> str:
 
 
 class StopSignal:
-    """Turns the first SIGTERM or SIGINT into a flag; the second one acts as if nothing were installed."""
+    """Turns the first SIGTERM or SIGINT into a flag; the second one acts as if nothing were installed.
+
+    With several processes JAX's own service takes SIGTERM: whichever is told, all have the flag when they ask for it
+    the same number of times.
+    """
 
     def __init__(self) -> None:
-        self.received = False
+        self.received, self._asked, self._shared = False, 0, jax.process_count() > 1
 
     def __enter__(self) -> StopSignal:
-        self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = () if self._shared else (signal.SIGTERM, signal.SIGINT)
+        self._previous = {number: signal.signal(number, self._receive) for number in numbers}
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._restore()
 
     def __call__(self) -> bool:
+        if self._shared and not self.received:
+            self._asked += 1
+            self.received = multihost_utils.reached_preemption_sync_point(self._asked)
         return self.received
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

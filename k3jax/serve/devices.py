@@ -5,6 +5,8 @@ Rows, slots and pages belong to a share of the batch: a device sees those of its
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +16,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from k3jax.nn.cache import Pools
-from k3jax.nn.placement import lay_out, on_devices, specs_of, with_places
+from k3jax.nn.placement import lay_out, on_devices, on_mesh, specs_of, with_places
 from k3jax.nn.transformer import Transformer
-from sharding.local import Placement
+from sharding.local import Placement, joined
 from sharding.rules import TABLES
 
 
@@ -30,7 +32,9 @@ class ServeDevices:
 
     @classmethod
     def of(cls, sizes: dict[str, int], mode: str, model: Transformer, devices: list[Any] | None = None) -> ServeDevices:
-        """For a model of these shapes; raises `ConfigError` where a mesh cannot be."""
+        """For a model of these shapes; raises `ConfigError` where a mesh cannot be. One process needs not use all."""
+        if devices is None and jax.process_count() == 1:
+            devices = jax.devices()[: math.prod(sizes.values())]
         mesh, placement = lay_out(sizes, TABLES[mode], model, devices)
         return cls(mesh, placement, specs_of(model, placement))
 
@@ -56,23 +60,55 @@ class ServeDevices:
         """The layout of what has a row for each sequence; the tokens of a chunk lie along `seq`."""
 
         def one(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-            is_chunk = getattr(path[-1], "name", "") == "tokens" and leaf.ndim == 2
+            name = getattr(path[-1] if path else None, "name", "tokens")  # the targets of tokens have none
+            is_chunk = name == "tokens" and leaf.ndim == 2
             return self.placement.spec_of("batch", *(("seq",) if is_chunk else ()))
 
         return jax.tree_util.tree_map_with_path(one, rows)
 
-    def jit(self, program: Callable[..., Any], pools: Pools, history: Any, rows: Any, *, top: int) -> Any:
-        """`program(model, pools, history, rows)` of `serve.programs` with pools and history donated."""
+    def jit(self, program: Callable[..., Any], pools: Pools, history: Any, rows: tuple[Any, ...]) -> Any:
+        """`program(model, pools, history, *rows)` of `serve.programs` with pools and history donated.
+
+        Every device gets what was sampled for all rows, so that every process can read it.
+        """
         pool_specs, history_specs = self.pool_specs(pools), self.row_specs(history)
         return on_devices(
-            partial(program, top=top),
+            partial(_sampled_everywhere, program),
             self.mesh,
             self.placement,
-            in_specs=(self.model_specs, pool_specs, history_specs, self.row_specs(rows)),
-            out_specs=(pool_specs, history_specs, self.placement.spec_of("batch")),
+            in_specs=(self.model_specs, pool_specs, history_specs, *self.row_specs(rows)),
+            out_specs=(pool_specs, history_specs, PartitionSpec()),
             donate=(1, 2),
         )
+
+    def jit_pools(self, program: Callable[..., Any], pools: Pools) -> Any:
+        """`program(pools, numbers, numbers)` with pools donated and as many numbers for each share of the batch."""
+        specs, numbers = self.pool_specs(pools), self.placement.spec_of("batch")
+        in_specs = (specs, numbers, numbers)
+        return on_devices(program, self.mesh, self.placement, in_specs=in_specs, out_specs=specs, donate=(0,))
+
+    def create(self, make: Callable[[], Any], specs: Any) -> Any:
+        """The arrays that `make` describes, each device making its own part."""
+        return make() if self.mesh.size == 1 else jax.jit(make, out_shardings=on_mesh(self.mesh, specs))()
+
+    def put(self, tree: Any, specs: Any) -> Any:
+        """Arrays of the host, the same in every process, on the devices."""
+        if self.mesh.size == 1:
+            return jax.device_put(tree)
+        one = lambda x, place: jax.make_array_from_callback(x.shape, place, lambda index: x[index])  # noqa: E731
+        return jax.tree.map(one, tree, on_mesh(self.mesh, specs))
+
+    def blank_rows(self, rows: Any) -> Any:
+        """Shapes of rows with their places; on one device the rows themselves."""
+        return rows if self.mesh.size == 1 else self.blank(rows, self.row_specs(rows))
 
     def blank(self, tree: Any, specs: Any) -> Any:
         """Shapes of a tree with their places."""
         return with_places(tree, self.mesh, specs)
+
+
+def _sampled_everywhere(program: Callable[..., Any], *arguments: Any) -> Any:
+    pools, history, sampled = program(*arguments)
+    prompt = jax.tree.map(lambda x: joined(x, "seq", dim=1), sampled.prompt)
+    sampled = dataclasses.replace(sampled, prompt=prompt)
+    return pools, history, jax.tree.map(lambda x: joined(x, "batch", dim=0), sampled)

@@ -117,11 +117,11 @@ def decode(
     return cache.pools, history, sample(logits, rows.sampling, history, rows.allowed, cache.length, top=top)
 
 
-def copy_slot(pools: Pools, source: Int[Array, ""], target: Int[Array, ""]) -> Pools:
-    """Make a slot's KDA state equal to another's: a snapshot, or back from one."""
-    return pools.copy_slot(source, target)
+def copy_slot(pools: Pools, source: Int[Array, "1"], target: Int[Array, "1"]) -> Pools:
+    """Make a slot's KDA state equal to another's: a snapshot, or back from one. -1 for both changes nothing."""
+    return pools.copy_slot(jnp.maximum(source[0], 0), jnp.maximum(target[0], 0))
 
 
-def clear_pages(pools: Pools, numbers: Int[Array, "n"], count: Int[Array, ""]) -> Pools:
+def clear_pages(pools: Pools, numbers: Int[Array, "n"], count: Int[Array, "1"]) -> Pools:
     """Empty pages that a sequence will write token by token; what the last owner left there must not be read."""
-    return pools.clear_pages(numbers, count)
+    return pools.clear_pages(numbers, count[0])

@@ -84,11 +84,7 @@ class Job:
 
 def parse_line(raw: bytes) -> Line:
     """The request that a line names. Raises `RequestError` where it is not JSON or has no usable custom_id."""
-    try:
-        line = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else "nested too deeply"
-        raise RequestError(f"not a line of JSON: {reason}", code="invalid_json_line") from error
+    line = parse_json(raw, "a line of JSON", code="invalid_json_line")
     if not isinstance(line, dict):
         raise RequestError(f"a line must be a JSON object, not {kind(line)}", code="invalid_json_line")
     custom_id = line.get("custom_id")
@@ -96,6 +92,15 @@ def parse_line(raw: bytes) -> Line:
         problem = "is missing" if custom_id is None else "must be a non-empty string"
         raise RequestError(f"custom_id {problem}", code="missing_custom_id", param="custom_id")
     return Line(custom_id=custom_id, url=line.get("url"), method=line.get("method", "POST"), body=line.get("body"))
+
+
+def parse_json(raw: bytes, what: str, *, code: str) -> Any:
+    """The value of strict JSON. Raises `RequestError` with this code where it is not `what`."""
+    try:
+        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "nested too deeply"
+        raise RequestError(f"not {what}: {reason}", code=code) from error
 
 
 def body_of(line: Line) -> dict[str, Any]:
@@ -136,7 +141,7 @@ def prompt_ids(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and all(isinstance(part, str | list) for part in prompt):
         if len(prompt) > 1:
-            raise RequestError(f"prompt holds {len(prompt)} prompts: write one line for each", param="prompt")
+            raise RequestError(f"prompt holds {len(prompt)} prompts: send a request for each", param="prompt")
         prompt = prompt[0]
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt)

@@ -12,49 +12,69 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from k3jax.config import ConfigError
-from k3jax.serve.answer import Answer
 from k3jax.serve.fields import RequestError
+from k3jax.serve.hosts import from_first
+from k3jax.serve.jobs import Running
 from k3jax.serve.manifest import Manifest, manifest_path
 from k3jax.serve.request import Job
 
 PREFIX = b'{"id": "batch_req_'  # how every line of an output file begins
 
 
-def completed(job: Job, answers: Sequence[Answer], *, model: str, cached_tokens: int) -> dict[str, Any]:
-    """The record of a job whose answers are complete; `cached_tokens` of its prompt were not read again."""
+def completed(one: Running, *, model: str) -> dict[str, Any]:
+    """The record of a job whose answers are complete."""
+    return _record(one.job.custom_id, response=_response(200, completion_body(one, model=model)), error=None)
+
+
+def completion_body(one: Running, *, model: str) -> dict[str, Any]:
+    """OpenAI's body of a job whose answers are complete."""
+    choices = [answer.choice() for answer in one.answers]
+    return envelope(one.job, model=model) | {"choices": choices, "usage": usage(one)}
+
+
+def envelope(job: Job, *, model: str, chunk: bool = False) -> dict[str, Any]:
+    """What an answer, or each chunk of one, says beside its choices."""
     request, chat = job.requests[0], job.thinking is not None
-    num_prompt, num_tokens = len(request.prompt), sum(answer.num_tokens for answer in answers)
-    usage: dict[str, Any] = {
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+        "object": ("chat.completion.chunk" if chunk else "chat.completion") if chat else "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "seed": request.sampling.seed,  # also where the request named none, so that any answer can be repeated
+    }
+
+
+def usage(one: Running) -> dict[str, Any]:
+    """How many tokens a job has read and written."""
+    num_prompt, num_tokens = len(one.job.requests[0].prompt), sum(answer.num_tokens for answer in one.answers)
+    counts: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt + num_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": one.cached_tokens},
     }
-    if chat:
-        num_reasoning = sum(answer.num_reasoning for answer in answers)
-        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
-    body = {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-        "object": "chat.completion" if chat else "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [answer.choice() for answer in answers],
-        "usage": usage,
-        "seed": request.sampling.seed,  # also where the request named none, so that any answer can be repeated
-    }
-    return _record(job.custom_id, response=_response(200, body), error=None)
+    if one.job.thinking is not None:
+        num_reasoning = sum(answer.num_reasoning for answer in one.answers)
+        counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return counts
+
+
+def error_body(error: RequestError, *, status: int) -> dict[str, Any]:
+    """OpenAI's body of an answer with an error."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
 def refused(custom_id: str, error: RequestError, *, status: int = 400) -> dict[str, Any]:
     """The record of a request that cannot be served as it is written."""
-    kind = "invalid_request_error" if status == 400 else "server_error"
-    body = {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
-    return _record(custom_id, response=_response(status, body), error={"code": error.code, "message": str(error)})
+    response = _response(status, error_body(error, status=status))
+    return _record(custom_id, response=response, error={"code": error.code, "message": str(error)})
 
 
 def unusable(number: int, error: RequestError) -> dict[str, Any]:
@@ -69,6 +89,32 @@ def _record(custom_id: str | None, *, response: Any, error: Any) -> dict[str, An
 
 def _response(status: int, body: dict[str, Any]) -> dict[str, Any]:
     return {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
+
+
+class Output(Protocol):
+    """Where the records of a batch go; `done_ids` and `done_lines` have one of an earlier run."""
+
+    done_ids: set[str]
+    done_lines: set[int]
+
+    def keep(self, manifest: Manifest) -> None:
+        """Put the manifest beside the records. Raises `ConfigError` where they were made otherwise."""
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+
+
+class OtherProcess:
+    """The output of a process that leaves writing to process 0."""
+
+    def __init__(self, done_ids: Iterable[str], done_lines: Iterable[int]) -> None:
+        self.done_ids, self.done_lines = set(done_ids), set(done_lines)
+
+    def keep(self, manifest: Manifest) -> None:
+        pass
+
+    def write(self, record: dict[str, Any]) -> None:
+        pass
 
 
 class OutputFile:
@@ -155,3 +201,22 @@ class OutputFile:
     def _check(self, ours: bool, number: int) -> None:
         if not ours:
             raise ConfigError(f"--output {self.path} line {number}: not the result of a batch; name another file")
+
+
+@contextmanager
+def open_output(path: Path, *, input_path: Path) -> Iterator[Output]:
+    """The output of a batch, which process 0 writes. Raises `ConfigError` in all where it cannot or must not."""
+    opened: list[OutputFile] = []
+
+    def look() -> list[list[Any]]:
+        if path.exists() and os.path.samefile(input_path, path):
+            raise ConfigError(f"--output {path}: is the input file")
+        opened.append(OutputFile(path))
+        return [sorted(opened[0].done_ids), sorted(opened[0].done_lines)]
+
+    done = from_first(look)
+    if not opened:
+        yield OtherProcess(*done)
+        return
+    with opened[0] as output:
+        yield output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,22 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from k3jax.checkpoint.load import load
+from k3jax.checkpoint.load import abstract_model, load
 from k3jax.checkpoint.orbax_io import DATA, DamagedError, find_step, read_record
 from k3jax.checkpoint.safetensors_dir import CheckpointError
+from k3jax.checkpoint.source import open_source
 from k3jax.config import ConfigError, MeshShape, ModelConfig, ServeRun
+from k3jax.nn.placement import on_mesh
 from k3jax.nn.transformer import Transformer
 from k3jax.serve.batch import EXIT_PREEMPTED, Batch, StopSignal, check_input, make_progress, show
+from k3jax.serve.devices import ServeDevices
 from k3jax.serve.engine import LATENTS, Engine, Sizes, slot_bytes
+from k3jax.serve.hosts import from_first, is_first
 from k3jax.serve.images import ImageEncoder, ImageReader
+from k3jax.serve.jobs import Jobs
 from k3jax.serve.manifest import Manifest
 from k3jax.serve.request import Limits
-from k3jax.serve.results import OutputFile
+from k3jax.serve.results import open_output
 from k3jax.serve.scheduler import Scheduler
 from k3jax.text import Tokenizer
 from k3jax.text.tokenizer import MEDIA_PAD, RANK_FILE
@@ -43,52 +48,82 @@ def serve(run: ServeRun, paths: Paths, *, show_answers: bool = False) -> int:
     """Answer a batch file; returns 0, or 75 where a signal stopped it. Raises `ConfigError` where it cannot go on."""
     check_recipe(run)
     lines = check_input(paths.input)
-    if paths.output.exists() and os.path.samefile(paths.input, paths.output):
-        raise ConfigError(f"--output {paths.output}: is the input file")
-    console = Console(stderr=True)
-    with StopSignal() as stopping, OutputFile(paths.output) as output:
-        tokenizer = load_tokenizer(paths.checkpoint, paths.tokenizer)
-        model = load_model(paths.checkpoint, run.dtype)
-        check_fit(run, model.config, tokenizer)
-        manifest = Manifest.of(run, paths.checkpoint, model.config.name, tokenizer)
-        output.keep(manifest.with_requests(lines))
-        report = partial(console.print, style="dim")
+    console = Console(stderr=True, quiet=not is_first())
+    with StopSignal() as stopping, open_output(paths.output, input_path=paths.input) as output:
+        loaded = Loaded.of(run, paths.checkpoint, paths.tokenizer)
+        from_first(lambda: output.keep(loaded.manifest(paths.checkpoint).with_requests(lines)))
+        batch = Batch(jobs=loaded.jobs(partial(console.print, style="dim")), stopping=stopping)
+        with make_progress(console) as progress:
+            summary = batch.run(paths.input, output, progress)
+    console.print(f"{paths.output}: {summary}", highlight=False)
+    if show_answers and is_first():
+        show(paths.input, paths.output, Console(), tokenizer=loaded.tokenizer)
+    return EXIT_PREEMPTED if summary.interrupted else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A recipe with its model and tokenizer, which fit together."""
+
+    run: ServeRun
+    model: Transformer
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, run: ServeRun, checkpoint: Path, tokenizer: str = "") -> Loaded:
+        """Load a checkpoint; raises `ConfigError` where it does not fit the recipe, which `check_recipe` has passed."""
+        tokens = load_tokenizer(checkpoint, tokenizer)
+        model = load_model(checkpoint, run.dtype, None if run.mesh == MeshShape() else dataclasses.asdict(run.mesh))
+        check_fit(run, model.config, tokens)
+        return cls(run=run, model=model, tokenizer=tokens)
+
+    def manifest(self, checkpoint: Path) -> Manifest:
+        """What answers are made with."""
+        return Manifest.of(self.run, checkpoint, self.model.config.name, self.tokenizer)
+
+    def jobs(self, report: Callable[[str], None]) -> Jobs:
+        """What serves requests, its programs compiled; `report` is told which."""
+        run, model = self.run, self.model
         engine = Engine(
             model,
-            sizes_of(run, model.config),
+            sizes_on_mesh(run, model),
             max_top_logprobs=run.max_top_logprobs,
             latents=run.latents,
             scores=run.score_prompts,
+            mesh=dataclasses.asdict(run.mesh),
             report=report,
         )
-        scheduler = Scheduler(engine, snapshot_every=run.snapshot_every)
         limits = Limits(
             max_context=run.max_context,
             default_max_tokens=run.default_max_tokens,
             max_top_logprobs=run.max_top_logprobs,
             score_prompts=run.score_prompts,
         )
-        name = model.config.name
-        batch = Batch(scheduler=scheduler, tokenizer=tokenizer, limits=limits, model_name=name, stopping=stopping)
+        jobs = Jobs(
+            scheduler=Scheduler(engine, snapshot_every=run.snapshot_every),
+            tokenizer=self.tokenizer,
+            limits=limits,
+            model_name=model.config.name,
+        )
         if model.vision is not None:
             folder = Path(run.image_folder) if run.image_folder else None
-            batch.reader = ImageReader(model.config.media_id, folder)
-            batch.encoder = ImageEncoder(model.vision, report=report)
-        with make_progress(console) as progress:
-            summary = batch.run(paths.input, output, progress)
-    console.print(f"{paths.output}: {summary}", highlight=False)
-    if show_answers:
-        show(paths.input, paths.output, Console(), tokenizer=tokenizer)
-    return EXIT_PREEMPTED if summary.interrupted else 0
+            jobs.reader = ImageReader(model.config.media_id, folder)
+            jobs.encoder = ImageEncoder(model.vision, report=report)
+        return jobs
 
 
-def load_model(checkpoint: Path, dtype: str) -> Transformer:
+def load_model(checkpoint: Path, dtype: str, mesh: Mapping[str, int] | None = None) -> Transformer:
     """`k3jax.load`, computing in `dtype` unless that is empty, with experts as the device's kernels read them.
 
-    Raises `ConfigError`.
+    On a `mesh` each process reads what its devices hold. Raises `ConfigError`.
     """
     try:
-        model = load(checkpoint, dtype=dtype or None)
+        if mesh is None:
+            model = load(checkpoint, dtype=dtype or None)
+        else:
+            shapes = abstract_model(open_source(checkpoint).config)
+            devices = ServeDevices.of(dict(mesh), "decode", shapes)
+            model = load(checkpoint, dtype=dtype or None, shardings=on_mesh(devices.mesh, devices.model_specs))
     except CheckpointError as error:
         raise ConfigError(f"--checkpoint {error}") from error
     kind = jax.devices()[0].device_kind
@@ -124,6 +159,24 @@ def sizes_of(run: ServeRun, config: ModelConfig, *, pieces: int = 1) -> Sizes:
     return sizes
 
 
+def sizes_on_mesh(run: ServeRun, model: Transformer) -> Sizes:
+    """The same on the recipe's mesh, whose shares of the batch each get their part. Raises `ConfigError`.
+
+    `snapshot_mib` is what each share has, and one sequence fits into each.
+    """
+    devices = ServeDevices.of(dataclasses.asdict(run.mesh), "prefill", model)
+    shares = devices.shares
+    for key in ("slots", "prefill_rows"):
+        if getattr(run, key) % shares:
+            fix = -(-getattr(run, key) // shares) * shares
+            raise ConfigError(f"{key} = {getattr(run, key)}: the mesh shares rows out {shares} ways; {key}={fix} fits")
+    parts, pieces = (devices.placement.count(devices.placement.split[name]) for name in ("seq", "page"))
+    if run.prefill_chunk % parts:
+        raise ConfigError(f"prefill_chunk = {run.prefill_chunk}: mesh.context = {parts} must divide it")
+    each = {key: getattr(run, key) // shares for key in ("slots", "prefill_rows", "cache_tokens")}
+    return sizes_of(dataclasses.replace(run, **each), model.config, pieces=pieces).times(shares)
+
+
 def load_tokenizer(checkpoint: Path, name: str = "") -> Tokenizer:
     """The tokenizer that `name` says ("bytes" or a directory), else the checkpoint's own.
 
@@ -156,8 +209,8 @@ def check_recipe(run: ServeRun) -> None:
         raise ConfigError(f"prefill_chunk = {run.prefill_chunk}: must be even; best is a multiple of 128")
     if run.latents not in LATENTS:
         raise ConfigError(f"latents = {run.latents!r}: must be one of {', '.join(map(repr, LATENTS))}")
-    if run.mesh != MeshShape():
-        raise ConfigError(f"mesh = {dataclasses.asdict(run.mesh)}: serving runs on one device; every axis must be 1")
+    if run.mesh.fsdp > 1:
+        raise ConfigError(f"mesh.fsdp = {run.mesh.fsdp}: serving has no use for this axis; it must be 1")
 
 
 def check_fit(run: ServeRun, config: ModelConfig, tokenizer: Tokenizer) -> None:

@@ -22,7 +22,7 @@ from k3jax.serve.engine import Chunk, Sizes
 from k3jax.serve.fields import RequestError
 from k3jax.serve.images import PromptImages
 from k3jax.serve.pages import PagePool
-from k3jax.serve.prefix_cache import PrefixCache
+from k3jax.serve.prefix_cache import Match, PrefixCache
 from k3jax.serve.sampler import ALL_BITS, Logprobs, Sampled, Sampling
 
 READERS = 4  # prompts that are read at one time, at least; more where there are many slots
@@ -109,11 +109,11 @@ class Device(Protocol):
     ) -> Sampled:
         """Feed one token to each slot that holds tokens; row i is slot i's next token, of those that are allowed."""
 
-    def copy(self, source: int, target: int) -> None:
-        """Copy a slot's state."""
+    def copy(self, source: int, target: int, *, share: int = 0) -> None:
+        """Copy the state of a share's slot."""
 
-    def clear(self, pages: Sequence[int]) -> None:
-        """Empty pages."""
+    def clear(self, pages: Sequence[int], *, share: int = 0) -> None:
+        """Empty pages of a share."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -142,6 +142,25 @@ class _Sequence:
         return self.length - len(self.request.prompt) < len(self.generated)
 
 
+class _Share:
+    """The slots and pages that one part of the mesh has, one device's all: `sizes` of them, numbered from 0."""
+
+    def __init__(self, number: int, sizes: Sizes) -> None:
+        self.number, self.sizes = number, sizes
+        self.slots = range(number * sizes.slots, (number + 1) * sizes.slots)  # among those of all shares
+        self.pool = PagePool(range(1, sizes.pages))
+        snapshots = range(sizes.slots, sizes.slots + sizes.snapshots)
+        self.prefixes = PrefixCache(self.pool, page=sizes.page, slots=snapshots)
+
+    def make_room(self, count: int, *, spare: int = 0) -> bool:
+        """Whether `count` pages are free, after giving up old prompts if need be; `spare` more should be left."""
+        if self.pool.num_free + self.prefixes.num_evictable < count + spare:
+            return False
+        while self.pool.num_free < count:
+            self.prefixes.evict()
+        return True
+
+
 class Scheduler:
     """Requests in, events out. A state is kept every `snapshot_every` tokens of a prompt, and where prompts part."""
 
@@ -151,8 +170,8 @@ class Scheduler:
         self._slots: list[_Sequence | None] = [None] * s.slots
         self._waiting: deque[_Sequence] = deque()
         self._table = np.full((s.slots, s.table_width), -1, np.int32)
-        self._pool = PagePool(range(1, s.pages))
-        self._prefixes = PrefixCache(self._pool, page=s.page, slots=range(s.slots, s.slots + s.snapshots))
+        self._each = s.each
+        self._shares = [_Share(number, self._each) for number in range(s.shares)]
         self._submitted = 0
         self.prompt_tokens = self.cached_tokens = 0  # of all requests that have started
 
@@ -170,6 +189,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests with a slot."""
         return len(self._running())
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages that nobody holds, not even for a later prompt."""
+        return sum(share.pool.num_free for share in self._shares)
 
     @property
     def unstarted(self) -> list[Request]:
@@ -217,13 +241,14 @@ class Scheduler:
 
     def _give_page(self, sequence: _Sequence) -> None:
         """See to it that a sequence's next token has a page. For want of one, the youngest loses its slot."""
+        share = self._share_of(sequence)
         while sequence.slot >= 0 and sequence.length >= len(sequence.pages) * self._sizes.page:
-            if self._make_room(1):
-                pages = self._pool.take(1)
-                self._device.clear(pages)
+            if share.make_room(1):
+                pages = share.pool.take(1)
+                self._device.clear(pages, share=share.number)
                 self._hold(sequence, [*sequence.pages, *pages])
             else:
-                self._suspend(self._running()[-1])
+                self._suspend(self._running(share)[-1])
 
     def _suspend(self, sequence: _Sequence) -> None:
         """Take slot and pages from a sequence, which waits for its turn again before all younger ones."""
@@ -258,24 +283,35 @@ class Scheduler:
         return False
 
     def _start(self, sequence: _Sequence) -> bool:
-        """Give a slot and pages to a sequence; False where there are too few."""
-        page, request = self._sizes.page, sequence.request
-        length = len(request.prompt)
-        total = -(-(length + max(1, len(sequence.generated))) // page)
+        """Give a slot and pages to a sequence; False where there are too few.
+
+        It goes where most of its prompt is kept, else where most pages are free.
+        """
+        request = sequence.request
         # One token at least is read, for its logits; a prompt that is scored is read whole.
-        hit = self._prefixes.match(() if request.scores_prompt else request.identity[:-1])
-        self._pool.hold(hit.pages)
-        slot = self._slots.index(None)
+        known = () if request.scores_prompt else request.identity[:-1]
+        shares = [share for share in self._shares if None in self._slots_of(share)]
+        hits = [(share.prefixes.match(known), share) for share in shares]
+        hits.sort(key=lambda hit: (-hit[0].length, -hit[1].pool.num_free, hit[1].number))
+        return any(self._start_in(share, sequence, hit) for hit, share in hits)
+
+    def _start_in(self, share: _Share, sequence: _Sequence, hit: Match) -> bool:
+        page, length = self._sizes.page, len(sequence.request.prompt)
+        total = -(-(length + max(1, len(sequence.generated))) // page)
+        share.pool.hold(hit.pages)
+        slot = self._slots_of(share).index(None)
         if hit.length:  # before making room can evict it
-            self._device.copy(hit.snapshot, slot)
-        others = self.num_running  # each may need a page soon
-        if not self._make_room(total - len(hit.pages), spare=others):
-            self._pool.drop(hit.pages)
+            self._device.copy(hit.snapshot, slot, share=share.number)
+        others = len(self._running(share))  # each may need a page soon
+        if not share.make_room(total - len(hit.pages), spare=others):
+            share.pool.drop(hit.pages)
             return False
-        pages = self._pool.take(total - len(hit.pages))
-        self._slots[slot], sequence.slot, sequence.length, sequence.scored = sequence, slot, hit.length, []
+        pages = share.pool.take(total - len(hit.pages))
+        sequence.slot, sequence.length, sequence.scored = share.slots[slot], hit.length, []
+        self._slots[sequence.slot] = sequence
         self._hold(sequence, [*hit.pages, *pages])
-        self._device.clear(sequence.pages[-(-length // page) :])  # chunks overwrite whole pages, tokens do not
+        # Chunks overwrite whole pages, tokens do not.
+        self._device.clear(sequence.pages[-(-length // page) :], share=share.number)
         self._note_start(sequence, hit.length, hit.shared)
         return True
 
@@ -289,14 +325,15 @@ class Scheduler:
             self.cached_tokens += cached
 
     def _prefill(self) -> list[Event]:
-        reading, rows = [sequence for sequence in self._running() if sequence.reads], self._sizes.prefill_rows
+        rows = self._each.prefill_rows
+        reading = [[sequence for sequence in self._running(share) if sequence.reads] for share in self._shares]
         events = []
-        for start in range(0, len(reading), rows):
-            events += self._read(reading[start : start + rows])
+        for start in range(0, max(map(len, reading)), rows):
+            events += self._read([sequence for part in reading for sequence in part[start : start + rows]])
         return events
 
     def _read(self, sequences: Sequence[_Sequence]) -> list[Event]:
-        """One chunk for each of up to `prefill_rows` sequences."""
+        """One chunk for each of up to `prefill_rows` sequences, as many in every share."""
         chunks = [self._chunk(sequence) for sequence in sequences]
         logprobs = any(sequence.request.top_logprobs is not None for sequence in sequences)
         sampled = self._device.prefill(chunks, logprobs=logprobs)
@@ -338,31 +375,31 @@ class Scheduler:
             return
         last = length + chunk > len(sequence.request.prompt)
         if last or length in sequence.marks or length // every > (length - chunk) // every:
-            pages = sequence.pages[: length // self._sizes.page]
-            slot = self._prefixes.insert(sequence.request.identity[:length], pages)
+            share, pages = self._share_of(sequence), sequence.pages[: length // self._sizes.page]
+            slot = share.prefixes.insert(sequence.request.identity[:length], pages)
             if slot is not None:
-                self._device.copy(sequence.slot, slot)
+                self._device.copy(sequence.slot - share.slots.start, slot, share=share.number)
 
     # Slots and pages
 
-    def _running(self) -> list[_Sequence]:
-        """Sequences with a slot, oldest first."""
-        return sorted((sequence for sequence in self._slots if sequence is not None), key=lambda s: s.age)
+    def _running(self, share: _Share | None = None) -> list[_Sequence]:
+        """Sequences with a slot, of one share or all, oldest first."""
+        slots = self._slots if share is None else self._slots_of(share)
+        return sorted((sequence for sequence in slots if sequence is not None), key=lambda s: s.age)
 
-    def _make_room(self, count: int, *, spare: int = 0) -> bool:
-        """Whether `count` pages are free, after giving up old prompts if need be; `spare` more should be left."""
-        if self._pool.num_free + self._prefixes.num_evictable < count + spare:
-            return False
-        while self._pool.num_free < count:
-            self._prefixes.evict()
-        return True
+    def _slots_of(self, share: _Share) -> list[_Sequence | None]:
+        return self._slots[share.slots.start : share.slots.stop]
+
+    def _share_of(self, sequence: _Sequence) -> _Share:
+        """The share that a sequence with a slot lives in."""
+        return self._shares[sequence.slot // self._each.slots]
 
     def _hold(self, sequence: _Sequence, pages: list[int]) -> None:
         sequence.pages = pages
         self._table[sequence.slot, : len(pages)] = pages
 
     def _take_slot_from(self, sequence: _Sequence) -> None:
-        self._pool.drop(sequence.pages)
+        self._share_of(sequence).pool.drop(sequence.pages)
         self._slots[sequence.slot] = None
         self._table[sequence.slot] = -1
         sequence.slot, sequence.pages, sequence.length = -1, [], 0

@@ -29,9 +29,10 @@ from k3jax.config import OptimizerConfig
 from k3jax.nn.param import is_variable, island
 from k3jax.nn.transformer import Transformer
 from sharding.local import (
+    count_of,
     exchange,
     exchange_back,
-    largest_anywhere,
+    joined_over,
     parts_of,
     stored_part,
     total_of_parts,
@@ -185,15 +186,18 @@ def orthogonalize(
 ) -> Float[Array, "n small large"]:
     """`newton_schulz` of a weight's matrices, whose sides many devices may hold in parts.
 
-    The devices trade the parts for whole matrices, fewer of them each, and trade back: two all-to-alls for each side
-    that is in parts, in `dtype`, and no device gathers a whole weight.
+    The devices trade the parts for whole matrices, fewer of them each, and trade back: two all-to-alls, in `dtype`,
+    whether one side is in parts or both, and no device gathers a whole weight.
     """
     small, large = spec.split_over
     if not small and not large:
         return newton_schulz(matrices, steps=steps, dtype=dtype)
-    halfway = exchange(matrices.astype(dtype), small, dim=1)
-    done = newton_schulz(exchange(halfway, large, dim=2), steps=steps, dtype=dtype)
-    return exchange_back(exchange_back(done, large, dim=2, n=len(halfway)), small, dim=1, n=len(matrices))
+    (n, p, q), (rows, columns) = (len(matrices), count_of(small), count_of(large)), matrices.shape[1:]
+    parts = exchange(matrices.astype(dtype), small + large, dim=0)  # of fewer matrices, those of each device in turn
+    parts = parts.reshape(p, q, -1, rows, columns).transpose(2, 0, 3, 1, 4)
+    done = newton_schulz(parts.reshape(-1, p * rows, q * columns), steps=steps, dtype=dtype)
+    parts = done.reshape(-1, p, rows, q, columns).transpose(1, 3, 0, 2, 4)
+    return exchange_back(parts.reshape(-1, rows, columns), small + large, dim=0, n=n)
 
 
 def newton_schulz(
@@ -254,7 +258,7 @@ class Updated:
 
     params: Any
     opt_state: Any
-    metrics: dict[str, Float[Array, ""]]
+    metrics: dict[str, Float[Array, "..."]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +267,7 @@ class Optimizer:
 
     The state is `{"momentum": {name: float32}, "adam": optax's}`. Metrics of an update: `grad_norm` before clipping,
     `grad_norm/GROUP` and `update_norm/GROUP` of each group (the update before the learning rate, without decay), and
-    the least and largest root mean square of a head's update, `head_update_rms/min` and `/max`.
+    the root mean square of heads' updates: `head_update_rms/WEIGHT` of every head, and `/min` and `/max` of all.
     """
 
     config: OptimizerConfig
@@ -294,7 +298,7 @@ class Optimizer:
         nesterov = {name: clipped[name] + mu * momentum[name] for name in self.specs}
         directions = muon_directions(nesterov, self.specs, steps=self.config.muon_steps, dtype=self.dtype)
         metrics = {"grad_norm": norm, **{f"grad_norm/{group}": value for group, value in norms.items()}}
-        metrics |= _head_rms(directions, self.specs)
+        metrics |= head_rms(directions, self.specs)
 
         adam, adam_state = self.adam.update(self._others(clipped), opt_state["adam"])
         directions |= adam
@@ -363,18 +367,25 @@ def clip_queries_and_keys(
     return clipped
 
 
-def _head_rms(directions: Mapping[str, Array], specs: Mapping[str, MatrixSpec]) -> dict[str, Float[Array, ""]]:
-    """The least and largest root mean square over all matrices that are one head's."""
-    sizes = []
-    for name, spec in specs.items():
-        if spec.per_head:
-            of_part = jnp.sum(jnp.square(directions[name]), axis=spec.inputs + spec.outputs)
-            sizes.append(jnp.sqrt(total_over(of_part, sum(spec.split_over, ())) / math.prod(spec.sizes)).reshape(-1))
+def head_rms(directions: Mapping[str, Array], specs: Mapping[str, MatrixSpec]) -> dict[str, Float[Array, "..."]]:
+    """The root mean square of every head's update by weight, and the least and largest of all."""
+    sizes = {name: _rms_of_heads(directions[name], spec) for name, spec in specs.items() if spec.per_head}
     if not sizes:
         return {}
-    every = jnp.concatenate(sizes)
-    least, most = -largest_anywhere(jnp.max(-every)), largest_anywhere(jnp.max(every))
-    return {"head_update_rms/min": least, "head_update_rms/max": most}
+    every = jnp.concatenate([x.reshape(-1) for x in sizes.values()])
+    by_weight = {f"head_update_rms/{name}": x for name, x in sizes.items()}
+    return {**by_weight, "head_update_rms/min": jnp.min(every), "head_update_rms/max": jnp.max(every)}
+
+
+def _rms_of_heads(direction: Array, spec: MatrixSpec) -> Float[Array, "..."]:
+    """Of the heads of all devices, over the weight's batch dims."""
+    sides, parts = spec.inputs + spec.outputs, parts_of(spec.axes)
+    squares = jnp.sum(jnp.square(direction), axis=sides, keepdims=True)
+    squares = total_over(squares, sum(spec.split_over, ()))
+    for d in spec.batch:
+        name = d - (direction.ndim - len(spec.axes))
+        squares = joined_over(squares, parts[name] if name >= 0 else (), dim=d)
+    return jnp.sqrt(squares / math.prod(spec.sizes)).squeeze(sides)
 
 
 def _variables(params: Any) -> dict[str, Any]:

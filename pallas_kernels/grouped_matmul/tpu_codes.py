@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.mx_layout import SUPERBLOCK, minimum_row
+from pallas_kernels.mx_layout import BLOCK, SUPERBLOCK, minimum_row
 
 SUBLANES = 8
 
@@ -63,6 +64,16 @@ def situ(gate: Product, up: Product, *, beta: float, linear_beta: float) -> Arra
     opened = half + half * jnp.tanh(gate_product * (0.5 * gate_factor))
     capped = jnp.tanh(gate_product * (gate_factor * (1 / beta)))
     return opened * capped * jnp.tanh(up_product * (up_factor * (1 / linear_beta)))
+
+
+def in_layout(x: Array) -> Array:
+    """[m, n] with lane 4 j + b of each 128 being element 32 b + j; of bfloat16, two rows move as one word."""
+    words = pltpu.bitcast(x, jnp.int32)
+    lane = jax.lax.broadcasted_iota(jnp.int32, (words.shape[0], SUPERBLOCK), 1)
+    source = BLOCK * (lane & 3) + (lane >> 2)
+    tiles = [words[:, i : i + SUPERBLOCK] for i in range(0, words.shape[1], SUPERBLOCK)]
+    moved = [jnp.take_along_axis(tile, source, axis=1, mode="promise_in_bounds") for tile in tiles]
+    return pltpu.bitcast(jnp.concatenate(moved, axis=1), x.dtype)
 
 
 class Bytes(NamedTuple):

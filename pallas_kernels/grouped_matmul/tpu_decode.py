@@ -22,8 +22,15 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.grouped_matmul.tpu_codes import folded, situ, smallest_scale, smallest_scale_bits, unscaled
-from pallas_kernels.grouped_matmul.tpu_decode_rows import LANES, SUBLANES, collect, pitch, spread
+from pallas_kernels.grouped_matmul.tpu_codes import (
+    folded,
+    in_layout,
+    situ,
+    smallest_scale,
+    smallest_scale_bits,
+    unscaled,
+)
+from pallas_kernels.grouped_matmul.tpu_decode_rows import LANES, SUBLANES, collect, pair, pitch, spread
 from pallas_kernels.mx import BLOCK, MXFP4Array
 from pallas_kernels.mx_layout import SUPERBLOCK, scale_rows
 
@@ -73,7 +80,8 @@ class Static(NamedTuple):
     experts: int
     first: Stage
     second: Stage
-    pitch: int  # sublanes that a row of width L takes as [L / 128, 128], padded
+    row_pitch: int  # sublanes that a row takes as words [L / 256, 128], padded
+    pitch: int  # and its result, as float32 [L / 128, 128]
     bodies: tuple[Body, ...]
     beta: float
     linear_beta: float
@@ -203,8 +211,8 @@ def _locate(stage: Stage, refs: Refs, step: Array) -> tuple[Array, Any, Array]:
 
 def _row_copy(static: Static, refs: Refs, item: Array, rows: int) -> Copy:
     """A block's rows, and what follows them up to the body's number of rows."""
-    size = rows * static.pitch
-    source = refs.rows.at[pl.ds(pl.multiple_of(refs.start[item] * static.pitch, SUBLANES), size)]
+    size = rows * static.row_pitch
+    source = refs.rows.at[pl.ds(pl.multiple_of(refs.start[item] * static.row_pitch, SUBLANES), size)]
     return pltpu.make_async_copy(source, refs.row_buffer.at[item & 1, pl.ds(0, size)], refs.row_arrival.at[item & 1])
 
 
@@ -236,25 +244,22 @@ def _each_out_copy(static: Static, refs: Refs, item: Array, most: int, act: str)
 # ---- arithmetic
 
 
-def _lanes_in_layout(x: Array) -> Array:
-    """[m, 128] -> the same in the order that the weights' layout has in the depth: lane 4 j + b is element 32 b + j."""
-    lane = jax.lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    return jnp.take_along_axis(x, BLOCK * _block_of(lane) + jax.lax.div(lane, SUPERBLOCK // BLOCK), axis=1)
-
-
-def _block_of(lane: Array) -> Array:
-    return jax.lax.rem(lane, SUPERBLOCK // BLOCK)
-
-
 def _store_left(body: Body, ref: Ref, column: Any, half: int, x: Array) -> None:
     """Put float32 [max(m, 8), 128] in `ref` as the left operand: [m, 128], or [8 m, 128] with each block apart."""
-    x = _lanes_in_layout(x)
     if body.few:
         block = jax.lax.broadcasted_iota(jnp.int32, (FOLDED, LANES), 0)
         lane = jax.lax.broadcasted_iota(jnp.int32, (FOLDED, LANES), 1)
-        own = block == half * (FOLDED // 2) + _block_of(lane)
+        own = block == half * (FOLDED // 2) + jax.lax.rem(lane, SUPERBLOCK // BLOCK)
         x = jnp.concatenate([jnp.where(own, x[r : r + 1], 0.0) for r in range(body.rows)], axis=0)
     ref[pl.ds(0, x.shape[0]), pl.ds(pl.multiple_of(column, LANES), LANES)] = x.astype(ref.dtype)
+
+
+def _store_rows(static: Static, refs: Refs, body: Body, item: Array) -> None:
+    """The item's rows, which have come, as the left operand of the first stage."""
+    for i in range(static.first.depth // (2 * LANES)):
+        words = refs.row_buffer[item & 1, pl.ds(i, max(body.rows, SUBLANES), static.row_pitch), :]
+        for half, x in enumerate(pair(in_layout(words))):
+            _store_left(body, refs.left, (2 * i + half) * LANES, half, x)
 
 
 def _few_product(body: Body, left: Ref, codes: Ref, scales: Ref, depth: int, words: bool) -> Array:
@@ -323,7 +328,7 @@ def _first_stage(static: Static, refs: Refs, body: Body, item: Array, total: Arr
         hidden = situ(*products, beta=static.beta, linear_beta=static.linear_beta)
         for i in range(stage.tile // LANES):
             column = tile * stage.tile + i * LANES
-            _store_left(body, refs.hidden, column, i % 2, hidden[:, i * LANES : (i + 1) * LANES])
+            _store_left(body, refs.hidden, column, i % 2, in_layout(hidden[:, i * LANES : (i + 1) * LANES]))
         _prefetch(partial(_first_copies, static, refs), step + SLOTS, total * stage.tiles)
 
 
@@ -369,9 +374,7 @@ def _kernel(static: Static, *args: Ref) -> None:
         def _(item: Array, body: Body = body, most: int = most) -> None:
             _row_copy(static, refs, item, body.rows).wait()
             _fetch_rows(static, refs, item + 1)
-            for i in range(static.first.depth // LANES):
-                rows = refs.row_buffer[item & 1, pl.ds(i, max(body.rows, SUBLANES), static.pitch), :]
-                _store_left(body, refs.left, i * LANES, i % 2, rows)
+            _store_rows(static, refs, body, item)
             _first_stage(static, refs, body, item, total)
 
             @pl.when(item > 0)
@@ -428,6 +431,7 @@ def _static(
         experts,
         Stage(2, width, tile[hidden], hidden // tile[hidden]),
         Stage(1, hidden, tile[width], width // tile[width]),
+        pitch(width // 2),
         pitch(width),
         bodies,
         beta,
@@ -457,7 +461,7 @@ def _call(static: Static) -> Any:
             *[pltpu.SMEM((items,), jnp.int32)] * 3,
             pltpu.SMEM((len(static.bodies) + 1,), jnp.int32),
             pltpu.SMEM((len(static.bodies),), jnp.int32),
-            pltpu.VMEM((2, longest * static.pitch, LANES), jnp.float32),
+            pltpu.VMEM((2, longest * static.row_pitch, LANES), jnp.uint32),
             pltpu.VMEM((longest * static.pitch, LANES), jnp.float32),
             pltpu.VMEM((left, first.depth), jnp.bfloat16),
             pltpu.VMEM((left, second.depth), jnp.bfloat16),

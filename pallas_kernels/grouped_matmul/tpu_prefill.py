@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
 from pallas_kernels.grouped_matmul import blocked
-from pallas_kernels.grouped_matmul.tpu_codes import folded, situ, smallest_scale, unscaled
+from pallas_kernels.grouped_matmul.tpu_codes import folded, in_layout, situ, smallest_scale, unscaled
 from pallas_kernels.grouped_matmul.tpu_matmul import (
     SUBTILE,
     TILE,
@@ -266,7 +266,7 @@ def _body(
 
         def read(subtile: Array, depth: Any) -> Array:
             x = inputs[0][subtile_rows(shape, subtile), depth]
-            return _in_layout(x) if reorder else x
+            return in_layout(x) if reorder else x
 
         def finished(subtile: Array, products: Sequence[Array], factors: Sequence[Array | float]) -> None:
             others = [ref[subtile_rows(shape, subtile), :] for ref in inputs[1:]]
@@ -349,22 +349,12 @@ def _situ(
     """The hidden, in the order of the layout."""
     gate, up = zip(products, factors, strict=True)
     hidden = situ(gate, up, beta=static.beta, linear_beta=static.linear_beta).astype(jnp.bfloat16)
-    return _in_layout(_rounded(hidden) if static.quantize else hidden)
+    return in_layout(_rounded(hidden) if static.quantize else hidden)
 
 
 def _weighted(products: Sequence[Array], factors: Sequence[Array | float], inputs: Sequence[Array]) -> Array:
     out = products[0] * factors[0]
     return out * inputs[0] if inputs else out
-
-
-def _in_layout(x: Array) -> Array:
-    """bfloat16 [m, n] with lane 4 j + b of each 128 being element 32 b + j; two rows move as one word."""
-    words = pltpu.bitcast(x, jnp.int32)
-    lane = jax.lax.broadcasted_iota(jnp.int32, (words.shape[0], LANES), 1)
-    source = BLOCK * (lane & 3) + (lane >> 2)
-    tiles = [words[:, i : i + LANES] for i in range(0, words.shape[1], LANES)]
-    moved = [jnp.take_along_axis(tile, source, axis=1, mode="promise_in_bounds") for tile in tiles]
-    return pltpu.bitcast(jnp.concatenate(moved, axis=1), jnp.bfloat16)
 
 
 def _rounded(x: Array) -> Array:
@@ -388,7 +378,7 @@ def _rounded(x: Array) -> Array:
 
 
 def _layout_kernel(x: Ref, out: Ref) -> None:
-    out[...] = _in_layout(x[...])
+    out[...] = in_layout(x[...])
 
 
 def _to_layout(rows: Array, *, interpret: bool) -> Array:

@@ -50,7 +50,7 @@ def test_decode_reads_a_layer_of_a_stack_without_copying_it(compile_on):
         return jax.lax.scan(layer, x, jnp.arange(layers))[0]
 
     compiled = compile_on(decode, shape(jnp.bfloat16, 4, width), weights, shape(jnp.int32, experts))
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**21  # 128 rows of words; a layer's weights are a GB
 
 
 MATRIX_UNIT = {"matmul": 21_504, "mlp_r128": 16_128, "mlp_r512": 64_512}  # cycles at 2 rows a cycle
@@ -59,7 +59,7 @@ MATRIX_UNIT = {"matmul": 21_504, "mlp_r128": 16_128, "mlp_r512": 64_512}  # cycl
 @pytest.mark.parametrize(
     ("case", "budget"),
     [
-        ("mxfp4_decode_r64", 14_100),
+        ("mxfp4_decode_r64", 14_000),
         ("gmm_bf16_r512", MATRIX_UNIT["matmul"]),
         ("gmm_bf16_r512_bwd", 1.25 * 2 * MATRIX_UNIT["matmul"]),
         ("mxfp4_prefill_r128", 1.09 * MATRIX_UNIT["mlp_r128"]),

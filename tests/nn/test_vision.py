@@ -17,6 +17,7 @@ from k3jax.nn import vision
 from k3jax.nn.transformer import Transformer
 from k3jax.nn.vision import Vision, pack_rows
 from k3jax.vision import preprocess
+from pallas_kernels.dispatch import compiling_for
 from tests.nn.conftest import make_config
 from tests.nn.helpers import random_model, relative
 
@@ -198,12 +199,25 @@ def test_an_item_is_the_same_alone_in_another_row_or_in_other_company(model: Vis
     np.testing.assert_allclose(first[:12], alone, atol=2e-5)
 
 
-def test_queries_in_groups_change_nothing(model: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
-    patches, grids = row_of(*items(), filler=0.0)
-    whole, _ = jax.jit(model.__call__)(patches[None], grids[None])
-    monkeypatch.setattr(vision, "SCORES", 50 * 3 * LENGTH)  # 48 queries at a time: the last group is smaller
-    grouped, _ = jax.jit(lambda: model(patches[None], grids[None]))()
-    np.testing.assert_allclose(grouped, whole, atol=2e-5)
+def test_a_row_of_many_tiles_matches_the_slow_version(model: Vision, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pallas_kernels.mla.xla.TILE", 48)  # items begin and end inside tiles; the last tile is padded
+    patches, grids = row_of(*items())
+    features, valid = jax.jit(lambda: model(patches[None], grids[None]))()
+    slow = np.concatenate([slow_features(model, *item) for item in items()])
+    assert relative(np.asarray(features[0])[np.asarray(valid[0])], slow) < 1e-5
+
+
+def test_the_kernel_for_tpus_sees_all_of_an_item_and_nothing_else() -> None:
+    segments = np.repeat([0, 1, -1], [90, 80, 30])
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, len(segments), 2, 128), jnp.bfloat16)
+    with compiling_for("tpu"):  # interpreted here
+        found = np.asarray(vision.attend(q, k, v, jnp.asarray(segments)[None]))[0]
+    wide_q, wide_k, wide_v = (np.asarray(x, np.float64)[0] for x in (q, k, v))
+    weights = np.exp(np.einsum("phk,qhk->hpq", wide_q, wide_k) * 128**-0.5)
+    weights *= (segments[:, None] == segments) & (segments >= 0)
+    expected = np.einsum("hpq,qhk->phk", weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30), wide_v)
+    assert relative(found, expected) < 1e-2
+    assert not np.any(found[segments < 0])
 
 
 def test_an_empty_row_gives_nothing_and_finite_gradients(model: Vision) -> None:

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul import expert_ffn, tpu, tpu_decode
+from pallas_kernels.grouped_matmul.tpu_codes import in_layout
 from pallas_kernels.mx import MXFP4Array, decode_layout, decodes_exactly, dequantize, layout_for, serving_layout
 
 BETA, LINEAR_BETA = 4.0, 25.0
@@ -129,7 +130,7 @@ def product(rows, codes, scales, *, body, words):
 
     def kernel(x, codes, scales, out, left, exponents):
         for i in range(depth // 128):
-            tpu_decode._store_left(body, left, i * 128, i % 2, x[:, pl.ds(i * 128, 128)])
+            tpu_decode._store_left(body, left, i * 128, i % 2, in_layout(x[:, pl.ds(i * 128, 128)]))
         if body.few:
             out[:8] = tpu_decode._few_product(body, left, codes, scales, depth, words)
         else:

@@ -57,8 +57,9 @@ def engine(model: Transformer, compile_messages: list[str]) -> Engine:
 class TableEngine:
     """Answers each prompt with `reply(prompt)` byte by byte, then the end id; a reply of None gives NaN logits.
 
-    Its memory is what an engine's is: a state for each slot (the tokens read so far) and tokens in pages, which a
-    sequence must have left there whole. `calls` counts prefill chunks and decode steps, `fed` is what the former read.
+    Its memory is what an engine's is, in each of `shares`: a state for each slot (the tokens read so far) and tokens in
+    pages, which a sequence must have left there whole. `calls` counts prefill chunks and decode steps, `fed` is what
+    the former read.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class TableEngine:
         pages: int = 1000,
         snapshots: int = 0,
         prefill_rows: int = 1,
+        shares: int = 1,
     ) -> None:
-        self.sizes = Sizes(
+        each = Sizes(
             slots=slots,
             snapshots=snapshots,
             pages=pages,
@@ -81,10 +83,11 @@ class TableEngine:
             prefill_chunk=prefill_chunk,
             prefill_rows=prefill_rows,
         )
+        self.sizes, self._each = each.times(shares), each
         self._reply = reply
-        self._states: list[list[int]] = [[] for _ in range(slots + snapshots)]
-        self._prompts: list[list[int]] = [[] for _ in range(slots)]
-        self._pages: list[list[int]] = [[-1] * page for _ in range(pages)]
+        self._states: list[list[list[int]]] = [[[] for _ in range(slots + snapshots)] for _ in range(shares)]
+        self._prompts: list[list[int]] = [[] for _ in range(slots * shares)]
+        self._pages: list[list[list[int]]] = [[[-1] * page for _ in range(pages)] for _ in range(shares)]
         self.calls = {"prefill": 0, "decode": 0}
         self.fed: list[tuple[int, tuple[int, ...]]] = []
 
@@ -92,16 +95,17 @@ class TableEngine:
         return np.asarray(sorted(set(tokens)))
 
     def prefill(self, chunks: Sequence[Chunk], *, logprobs: bool) -> Sampled:
-        assert 1 <= len(chunks) <= self.sizes.prefill_rows
+        rows = [chunk.slot // self._each.slots for chunk in chunks]
+        assert rows and max(map(rows.count, rows)) <= self._each.prefill_rows
         self.calls["prefill"] += 1
         for chunk in chunks:
             assert 1 <= len(chunk.tokens) <= self.sizes.prefill_chunk
             assert chunk.start % self.sizes.prefill_chunk == 0
             self.fed.append((chunk.slot, tuple(chunk.tokens)))
             if chunk.start == 0:
-                self._states[chunk.slot] = []
+                self._state(chunk.slot).clear()
             self._read(chunk.slot, chunk.start, chunk.tokens, chunk.pages)
-            self._prompts[chunk.slot] = list(self._states[chunk.slot])
+            self._prompts[chunk.slot] = list(self._state(chunk.slot))
         shape = len(chunks), self.sizes.prefill_chunk
         top = np.full((*shape, 2), -0.25, np.float32)
         prompt = Logprobs(chosen=top[..., 0], top_ids=np.full(top.shape, 65, np.int32), top=top)
@@ -122,26 +126,29 @@ class TableEngine:
             self._read(slot, int(length[slot]), [int(tokens[slot])], page_table[slot])
         return self._sampled([self._next(slot) if length[slot] else None for slot in range(self.sizes.slots)])
 
-    def copy(self, source: int, target: int) -> None:
-        self._states[target] = list(self._states[source])
+    def copy(self, source: int, target: int, *, share: int = 0) -> None:
+        self._states[share][target] = list(self._states[share][source])
 
-    def clear(self, pages: Sequence[int]) -> None:
+    def clear(self, pages: Sequence[int], *, share: int = 0) -> None:
         for page in pages:
-            self._pages[page] = [-1] * self.sizes.page
+            self._pages[share][page] = [-1] * self.sizes.page
+
+    def _state(self, slot: int) -> list[int]:
+        return self._states[slot // self._each.slots][slot % self._each.slots]
 
     def _read(self, slot: int, start: int, tokens: Sequence[int], pages: np.ndarray) -> None:
-        size, state = self.sizes.page, self._states[slot]
+        size, state, pool = self.sizes.page, self._state(slot), self._pages[slot // self._each.slots]
         assert len(state) == start, "the state must be that after exactly the tokens before"
         for position, token in enumerate(tokens, start=start):
             page = pages[position // size]
             assert page > 0, "a token needs a page, and page 0 is nobody's"
-            self._pages[page][position % size] = token
+            pool[page][position % size] = token
             state.append(token)
-        held = [self._pages[pages[at // size]][at % size] for at in range(len(state))]
+        held = [pool[pages[at // size]][at % size] for at in range(len(state))]
         assert held == state, "the pages must hold the whole sequence"
 
     def _next(self, slot: int) -> int | None:
-        prompt, generated = self._prompts[slot], len(self._states[slot]) - len(self._prompts[slot])
+        prompt, generated = self._prompts[slot], len(self._state(slot)) - len(self._prompts[slot])
         reply = self._reply(BYTES.decode_bytes(prompt))
         if reply is None:
             return None

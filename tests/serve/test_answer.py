@@ -225,3 +225,48 @@ def test_no_token_sequence_fails_to_give_a_message() -> None:
         choice = fed(result, tokens, "length").choice()
         assert choice["finish_reason"] in ("stop", "length", "tool_calls")
         json.dumps(choice, allow_nan=False)
+
+
+def streamed(result, tokens: list[int], finish: str) -> list[dict]:
+    """The deltas of `result`, asked for after every token."""
+    deltas = []
+    for index, token in enumerate(tokens):
+        if result.finish:
+            break
+        values = TokenLogprobs(logprob=-0.1 * index, top=((token, -0.1 * index),))
+        end = finish if index == len(tokens) - 1 else None
+        result.feed(Event(request=result.request, token=token, logprobs=values, finish=end))
+        delta = result.delta()
+        deltas += [delta] if delta else []
+    return deltas
+
+
+@pytest.mark.parametrize("stops", [(), ("ab", "b <"), ("e",)])
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_stream_put_together_is_the_choice(stops: tuple[str, ...], thinking: bool) -> None:
+    hostile = ["é ab", "ok<|close|>message<|sep|>", "r<|open|>tools<|sep|><|open|>call tool=", "<|end_of_msg|>"]
+    for text in (WHOLE, WHOLE * 2, *hostile, *(WHOLE[:cut] for cut in range(20, 200, 30))):
+        result = ChatAnswer(request(1), TOKENIZER, stops, thinking=thinking)
+        deltas = streamed(result, TOKENIZER.encode(text, specials=True), "length")
+        choice = result.choice()
+        message = {"role": "assistant", "content": None, "reasoning_content": None}
+        for delta in deltas:
+            for name, value in delta["delta"].items():
+                message[name] = value if message.get(name) is None else message[name] + value
+        calls = choice["message"].get("tool_calls", [])
+        assert message == choice["message"] | (
+            {"tool_calls": [{"index": i} | call for i, call in enumerate(calls)]} if calls else {}
+        )
+        assert [entry for d in deltas for entry in d["logprobs"]["content"]] == choice["logprobs"]["content"]
+        assert [delta["finish_reason"] for delta in deltas] == [None] * (len(deltas) - 1) + [choice["finish_reason"]]
+
+
+@pytest.mark.parametrize("stops", [(), ("ab", "b c"), ("é",)])
+def test_a_stream_of_text_put_together_is_the_choice(stops: tuple[str, ...]) -> None:
+    for text in (b"xaabyab c", "a é ab".encode(), b"\xc3", b"ab", "天气 b b c".encode()):
+        result = TextAnswer(request(1), TOKENIZER, stops)
+        deltas, choice = streamed(result, list(text), "length"), result.choice()
+        assert "".join(delta["text"] for delta in deltas) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            assert [value for delta in deltas for value in delta["logprobs"][name]] == values
+        assert [delta["finish_reason"] for delta in deltas] == [None] * (len(deltas) - 1) + [choice["finish_reason"]]

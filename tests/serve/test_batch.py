@@ -11,6 +11,7 @@ from rich.console import Console
 
 from k3jax.config import ConfigError
 from k3jax.serve.batch import Batch, Summary, check_input, make_progress, show
+from k3jax.serve.jobs import Jobs
 from k3jax.serve.request import Limits
 from k3jax.serve.results import OutputFile
 from k3jax.serve.scheduler import Scheduler
@@ -46,14 +47,13 @@ def serve(table_engine, tmp_path: Path) -> Callable[..., Summary]:
         stopping = (lambda: path.read_bytes().count(b"\n") >= stop_after) if stop_after is not None else (lambda: False)
         check_input(tmp_path / "in.jsonl")
         with OutputFile(path) as output, make_progress(Console(file=io.StringIO())) as progress:
-            batch = Batch(
+            jobs = Jobs(
                 scheduler=Scheduler(table_engine(reply)),
                 tokenizer=Tokenizer.bytes(),
                 limits=Limits(max_context=max_context, default_max_tokens=8, max_top_logprobs=2, score_prompts=True),
                 model_name="tiny",
-                stopping=stopping,
             )
-            return batch.run(tmp_path / "in.jsonl", output, progress)
+            return Batch(jobs=jobs, stopping=stopping).run(tmp_path / "in.jsonl", output, progress)
 
     return run
 

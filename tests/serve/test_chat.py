@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from k3jax.serve.batch import parse_request
 from k3jax.serve.fields import RequestError
+from k3jax.serve.jobs import parse_request
 from k3jax.serve.request import Job, Limits, parse_line
 from k3jax.serve.scheduler import Request
 from k3jax.text import Tokenizer, render_chat

@@ -67,6 +67,6 @@ def test_2000_requests_with_cancellations_leave_nothing_behind(model) -> None:
             for event in alone.step():
                 serial.setdefault(event.request.key, []).append(event.token)
     assert serial == {key: found[key] for key in serial}
-    while scheduler._prefixes.evict():
+    while scheduler._shares[0].prefixes.evict():
         pass
-    assert scheduler._pool.num_free == sizes.pages - 1
+    assert scheduler.num_free_pages == sizes.pages - 1

@@ -16,10 +16,11 @@ from rich.console import Console
 from k3jax.config import ModelConfig, VisionConfig
 from k3jax.nn.transformer import Transformer
 from k3jax.nn.vision import Vision
-from k3jax.serve.batch import Batch, make_progress, parse_request
+from k3jax.serve.batch import Batch, make_progress
 from k3jax.serve.engine import Engine, Sizes
 from k3jax.serve.fields import RequestError
 from k3jax.serve.images import ImageEncoder, ImageReader
+from k3jax.serve.jobs import Jobs, parse_request
 from k3jax.serve.request import Job, Limits, parse_line
 from k3jax.serve.results import OutputFile
 from k3jax.serve.scheduler import Scheduler
@@ -218,7 +219,7 @@ def test_a_hostile_image_fails_alone(seeing: Transformer, seeing_engine: Engine,
         lines.append(json.dumps({"custom_id": custom_id, "url": "/v1/chat/completions", "body": body}))
     lines.append(json.dumps({"custom_id": "f", "url": "/v1/completions", "body": {"prompt": [65, PAD, 66]}}))
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
-    batch = Batch(
+    jobs = Jobs(
         scheduler=Scheduler(seeing_engine),
         tokenizer=TOKENIZER,
         limits=dataclasses.replace(LIMITS, max_context=320),
@@ -226,6 +227,7 @@ def test_a_hostile_image_fails_alone(seeing: Transformer, seeing_engine: Engine,
         reader=ImageReader(PAD),
         encoder=ImageEncoder(seeing.vision),
     )
+    batch = Batch(jobs=jobs)
     with OutputFile(tmp_path / "out.jsonl") as output, make_progress(Console(quiet=True)) as progress:
         summary = batch.run(tmp_path / "in.jsonl", output, progress)
     assert (summary.completed, summary.failed) == (2, 4)

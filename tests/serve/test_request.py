@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from k3jax.serve.batch import parse_request
 from k3jax.serve.fields import RequestError
+from k3jax.serve.jobs import parse_request
 from k3jax.serve.request import Job, Limits, parse_line
 from k3jax.serve.sampler import Sampling
 from k3jax.serve.scheduler import Request
@@ -96,8 +96,8 @@ def test_a_text_prompt_holds_no_specials() -> None:
         ({"prompt": [1.5]}, "prompt", "must be a string or a list of token ids"),
         ({"prompt": [-1]}, "prompt", "must be a string or a list of token ids"),
         ({"prompt": [512]}, "prompt", "token id 512 is outside the vocabulary of 512"),
-        ({"prompt": ["a", "b"]}, "prompt", "holds 2 prompts: write one line for each"),
-        ({"prompt": [[1], [2]]}, "prompt", "holds 2 prompts: write one line for each"),
+        ({"prompt": ["a", "b"]}, "prompt", "holds 2 prompts: send a request for each"),
+        ({"prompt": [[1], [2]]}, "prompt", "holds 2 prompts: send a request for each"),
         (
             {"prompt": "x" * 32},
             "prompt",

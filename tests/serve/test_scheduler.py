@@ -201,9 +201,9 @@ def test_when_pages_run_out_the_youngest_waits_and_no_answer_changes(table_engin
 
 
 def everything_is_free(scheduler: Scheduler) -> bool:
-    while scheduler._prefixes.evict():
+    while any(share.prefixes.evict() for share in scheduler._shares):
         pass
-    return scheduler._pool.num_free == scheduler._sizes.pages - 1 and not scheduler.num_running
+    return scheduler.num_free_pages == scheduler._sizes.pages - scheduler._sizes.shares and not scheduler.num_running
 
 
 def test_a_sequence_that_fills_the_whole_pool_is_served(table_engine) -> None:
@@ -227,6 +227,17 @@ def test_a_long_prompt_delays_nobody_by_more_than_a_chunk_a_step(table_engine) -
     assert done == ["one", "two", "six"]
 
 
+def test_a_request_goes_to_the_share_that_has_its_beginning_or_most_room(table_engine) -> None:
+    engine = with_cache(table_engine, shares=3)
+    scheduler, prompt = Scheduler(engine), "a long beginning "
+    serve_all(scheduler, prompt + "x")
+    scheduler.submit(request("something else", key="other"))
+    scheduler.step()
+    assert serve_all(scheduler, prompt + "y") == {prompt + "y": 16}
+    slots = [slot // 2 for slot, tokens in engine.fed if tokens in (tuple(b"a lo"), tuple(b"some"), tuple(b" y"))]
+    assert slots == [0, 1, 0]
+
+
 def test_rows_of_one_prefill_call_answer_as_alone(table_engine) -> None:
     engine = with_cache(table_engine, slots=4, prefill_rows=3)
     scheduler, prompts = Scheduler(engine), ["abcdefg", "hi", "jklmnopqrstu", "vwxyz"]
@@ -236,9 +247,11 @@ def test_rows_of_one_prefill_call_answer_as_alone(table_engine) -> None:
     assert engine.calls["prefill"] < 7
 
 
-def test_random_load_with_cancellations_leaves_nothing_behind(table_engine) -> None:
+@pytest.mark.parametrize("shares", [1, 3])
+def test_random_load_with_cancellations_leaves_nothing_behind(table_engine, shares: int) -> None:
     rng = np.random.default_rng(0)
-    engine = table_engine(lambda prompt: prompt[: len(prompt) // 2], slots=4, pages=24, snapshots=5)
+    reply = lambda prompt: prompt[: len(prompt) // 2]  # noqa: E731
+    engine = table_engine(reply, slots=4 if shares == 1 else 2, pages=24, snapshots=5, prefill_rows=2, shares=shares)
     scheduler, expected, found = Scheduler(engine, snapshot_every=8), {}, {}
     in_flight: list[Request] = []
     for number in range(400):

@@ -110,7 +110,8 @@ def main(root: Path, monkeypatch):
         ({}, ["slots=many"], "command line: slots"),
         ({}, ["slots=0"], "slots = 0: must be at least 1"),
         ({}, ["max_context=300"], "max_context = 300: the model's is 256"),
-        ({}, ["mesh.data=2"], "serving runs on one device"),
+        ({}, ["mesh.fsdp=2"], "mesh.fsdp = 2: serving has no use for this axis; it must be 1"),
+        ({}, ["mesh.data=2"], "mesh = data 2 = 2 devices, but there are 1"),
         ({"input": "none.jsonl"}, [], "none.jsonl: cannot be read (No such file or directory)"),
         ({"input": "run"}, [], "run: cannot be read (Is a directory)"),
         ({"input": "twice.jsonl"}, [], "twice.jsonl line 2: custom_id 'id1' is already line 1's; give each its own"),
@@ -173,7 +174,8 @@ def test_serving_imports_no_training() -> None:
 
 def test_the_example_batch_and_the_recipes_are_valid(root: Path) -> None:
     from k3jax.config import ServeRun, load_run
-    from k3jax.serve.batch import check_input, parse_request
+    from k3jax.serve.batch import check_input
+    from k3jax.serve.jobs import parse_request
     from k3jax.serve.request import Limits, parse_line
     from k3jax.text import Tokenizer
 

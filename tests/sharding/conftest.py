@@ -43,7 +43,19 @@ def _run(tests: tuple[str, ...], root: Path) -> tuple[dict[str, tuple[str, str]]
     environment = os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {SETTING}"}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n",
+            "0",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "",
+            f"--junitxml={report}",
+            *tests,
+        ]
         child = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
         log = child.stdout + child.stderr
         cases = ElementTree.parse(report).iter("testcase") if report.exists() else []

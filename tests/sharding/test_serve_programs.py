@@ -76,13 +76,13 @@ def run(sizes: tuple[tuple[str, int], ...]):
                 **shared,
             )
             if "prefill" not in programs:
-                programs["prefill"] = devices["prefill"].jit(prefill, pools, history, rows, top=1)
+                programs["prefill"] = devices["prefill"].jit(functools.partial(prefill, top=1), pools, history, (rows,))
             pools, history, sampled = programs["prefill"](model, pools, history, rows)
         outputs.append(sampled)
         for step in range(STEPS):
             rows = DecodeRows(tokens=sampled.token, length=jnp.asarray(CHUNK + VALID + step, jnp.int32), **shared)
             if "decode" not in programs:
-                programs["decode"] = devices["decode"].jit(decode, pools, history, rows, top=1)
+                programs["decode"] = devices["decode"].jit(functools.partial(decode, top=1), pools, history, (rows,))
             pools, history, sampled = programs["decode"](model, pools, history, rows)
             outputs.append(sampled)
         return jax.device_get(outputs), jax.device_get(pools.state)

@@ -35,17 +35,21 @@ def png(
 
 
 NOISE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (60, 50, 3), np.uint8))
+INDICES = (b"IDAT", zlib.compress(4 * b"\0\0\1\2\3"))  # four rows of a filter byte and four pixels
+HALVES = {f"half a {kind}": file_of(NOISE, kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")}
 HOSTILE = {
+    **{name: (data[: len(data) // 2], "not a complete image") for name, data in HALVES.items()},
     "empty": (b"", "unknown contents"),
     "text": (b"hello", "unknown contents"),
     "vector": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "unknown contents"),
-    "truncated png": (file_of(NOISE)[:-2000], "not a complete image"),
-    "truncated jpeg": (file_of(NOISE, "JPEG")[:-500], "truncated"),
     "header only": (file_of(NOISE)[:40], "not a complete image"),
     "bomb": (png(100_000, 100_000, chunks=((b"IDAT", zlib.compress(b"")),)), "more than 51380224 pixels"),
     "large": (png(9000, 9000, chunks=((b"IDAT", zlib.compress(b"")),)), "9000x9000 = 81000000 pixels"),
+    "text bomb": (png(4, 4, chunks=((b"zTXt", b"a\0\0" + zlib.compress(bytes(2**21))),)), "too large"),
     "no width": (png(0, 5, chunks=((b"IDAT", zlib.compress(b"")),)), "image"),
-    "no palette": (png(4, 4, colour=3, chunks=((b"IDAT", zlib.compress(4 * b"\0\1\2\3\4")),)), "without a palette"),
+    "no height": (png(5, 0, chunks=((b"IDAT", zlib.compress(b"")),)), "image"),
+    "no palette": (png(4, 4, colour=3, chunks=(INDICES,)), "without a palette"),
+    "broken pixels": (png(4, 4, colour=3, chunks=((b"PLTE", bytes(12)), (b"IDAT", b"no deflate"))), "not a complete"),
     "too many bytes": (bytes(MAX_BYTES + 1), f"{MAX_BYTES + 1} bytes: at most {MAX_BYTES}"),
 }
 
@@ -65,6 +69,11 @@ def test_hostile_files_leave_others_unharmed_and_in_order() -> None:
     assert all(isinstance(result.exception(), ImageError) for _, result in results[::2])
     for _, result in results[1::2]:
         assert (result.result().size, result.result().grid) == ((50, 60), (1, 6, 4))
+
+
+def test_an_index_past_the_end_of_a_palette_is_black() -> None:
+    data = png(4, 4, colour=3, chunks=((b"PLTE", bytes((9, 8, 7, 60, 50, 40))), INDICES))
+    assert np.asarray(open_image(data))[0, :, :3].tolist() == [[9, 8, 7], [60, 50, 40], [0, 0, 0], [0, 0, 0]]
 
 
 def test_work_ahead_is_bounded_and_ends_with_its_reader() -> None:

@@ -16,6 +16,27 @@ def test_golden_sizes(golden: Path) -> None:
         assert image_token_count(**case["input"]) == expected["n_pads"], case["id"]
 
 
+@pytest.mark.parametrize(
+    ("size", "grid", "tokens"),
+    [
+        ((1, 1), (2, 2), 1),
+        ((29, 28), (2, 4), 2),
+        ((224, 224), (16, 16), 64),
+        ((640, 480), (36, 46), 414),
+        ((1024, 768), (56, 74), 1036),
+        ((1920, 1080), (78, 138), 2691),
+        ((3584, 3584), (256, 256), 16_384),
+        ((4000, 3000), (216, 286), 15_444),
+        ((8000, 6000), (222, 296), 16_428),
+        ((100, 20_000), (512, 4), 512),
+        ((1861, 7041), (502, 134), 16_817),
+        ((3597, 3597), (258, 258), 16_641),
+    ],
+)
+def test_sizes_by_hand(size: tuple[int, int], grid: tuple[int, int], tokens: int) -> None:
+    assert (image_size(*size).grid, image_token_count(*size)) == (grid, tokens)
+
+
 @pytest.mark.parametrize(("width", "height"), [(3597, 3597), (7041, 1861), (20_000, 20_000), (1, 100_000), (7169, 9)])
 def test_no_size_exceeds_what_the_tower_takes(width: int, height: int) -> None:
     for size in (image_size(width, height), image_size(height, width)):
