@@ -43,10 +43,10 @@ def main() -> int:
     try:
         run = load_run(ServeRun, args.config, args.overrides)
 
+        from k3jax.nn.placement import join_processes
         from k3jax.serve.run import Paths, serve
-        from sharding.mesh import start_processes
 
-        start_processes()
+        join_processes()
         paths = Paths(checkpoint=args.checkpoint, input=args.input, output=args.output, tokenizer=args.tokenizer)
         return serve(run, paths, show_answers=args.show)
     except ConfigError as error:

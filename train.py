@@ -44,10 +44,10 @@ def main() -> int:
     arguments = parse()
     try:
         run = load_run(TrainRun, arguments.config, arguments.overrides)
+        from k3jax.nn.placement import join_processes
         from k3jax.train.loop import train  # JAX starts here, after the config is known to be good
-        from sharding.mesh import start_processes
 
-        start_processes()
+        join_processes()
         return train(run)
     except ConfigError as error:
         print(f"train.py: {error}", file=sys.stderr)

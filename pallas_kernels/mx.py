@@ -223,7 +223,10 @@ def mxfp8_quantize(
 def mxfp8_dequantize(
     elements: Float[Array, "*lead n"], scales: UInt8[Array, "*lead blocks"], dtype: DTypeLike = "float32"
 ) -> Float[Array, "*lead n"]:
-    """Return the values [..., n] in `dtype` of float8 `elements` [..., n] with scale bytes [..., n/32]; exact."""
+    """Return the values [..., n] in `dtype` of float8 `elements` [..., n] with scale bytes [..., n/32].
+
+    Exact, but that values beyond the largest float32 are infinite.
+    """
     return _apply_scales(elements.astype("float32"), scales, dtype)
 
 
@@ -254,7 +257,7 @@ def _encode(x: Any, rule: Rule, element: _Element) -> tuple[Any, Any]:
     if x.shape[-1] % BLOCK:
         raise ValueError(f"MX blocks of {BLOCK} do not divide the last axis of {tuple(x.shape)}")
     xp = _namespace(x)
-    bits = x.astype("float32").view("int32").reshape(*x.shape[:-1], -1, BLOCK)
+    bits = x.astype("float32").view("int32").reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     scales = _block_scales(xp, (bits & _MAGNITUDE).max(axis=-1), rule, element)
     codes = _element_codes(xp, bits, scales[..., None], element)
     return codes.astype("uint8").reshape(x.shape), scales.astype("uint8")

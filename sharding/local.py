@@ -265,7 +265,8 @@ def _check_divides(
         bad = next((shape[dim] for shape in shapes if shape[dim] % parts), None)
         if bad is not None:
             axes = " x ".join(f"{axis} {sizes[axis]}" for axis in split[name])
-            best = max(n for n in range(1, min(bad, parts) + 1) if bad % n == 0)
+            devices = math.prod(sizes.values())
+            best = max(n for n in range(1, min(bad, parts) + 1) if bad % n == 0 and devices % n == 0)
             raise MeshError(f"mesh: {axes} does not divide the {bad} of {name}; the nearest size that does is {best}")
 
 

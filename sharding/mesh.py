@@ -80,23 +80,23 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None, *,
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def check_sizes(sizes: Mapping[str, int], devices: int) -> None:
-    """Raise `MeshError` unless the axes' product is the number of devices; the message has a product that is."""
+def check_sizes(sizes: Mapping[str, int], devices: int, *, grow: str = "fsdp") -> None:
+    """Raise `MeshError` unless the axes' product is the number of devices; the message has a fitting size of `grow`."""
     shape = {axis: sizes.get(axis, 1) for axis in AXES}
     bad = next((axis for axis, size in shape.items() if size < 1), None)
     if bad:
         raise MeshError(f"mesh.{bad} = {shape[bad]}: must be at least 1")
     product = math.prod(shape.values())
     if product != devices:
-        others = product // shape["fsdp"]
-        fix = f"mesh.fsdp={devices // others}" if devices % others == 0 else f"mesh.fsdp={devices} and 1 elsewhere"
+        others = product // shape[grow]
+        fix = f"mesh.{grow}={devices // others}" if devices % others == 0 else f"mesh.{grow}={devices} and 1 elsewhere"
         text = " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1) or "1"
         raise MeshError(f"mesh = {text} = {product} devices, but there are {devices}; {fix} would fit")
 
 
 def slices_of_run() -> int:
     """How many slices this run spans: `K3JAX_SLICES`, 1 by default."""
-    return int(os.environ.get("K3JAX_SLICES", "1"))
+    return _number("K3JAX_SLICES", "1")
 
 
 def start_processes() -> None:
@@ -107,10 +107,17 @@ def start_processes() -> None:
     """
     coordinator, hosts = os.environ.get("K3JAX_COORDINATOR"), os.environ.get("TPU_WORKER_HOSTNAMES", "")
     if coordinator:
-        processes, process = (int(os.environ[name]) for name in ("K3JAX_PROCESSES", "K3JAX_PROCESS"))
+        processes, process = _number("K3JAX_PROCESSES"), _number("K3JAX_PROCESS")
         jax.distributed.initialize(coordinator, processes, process)
     elif "," in hosts or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ:
         jax.distributed.initialize()
+
+
+def _number(name: str, default: str = "") -> int:
+    value = os.environ.get(name, default)
+    if not value.isdecimal():
+        raise MeshError(f"{name} = {value!r}: must be a number; K3JAX_COORDINATOR needs K3JAX_PROCESSES, K3JAX_PROCESS")
+    return int(value)
 
 
 def _arrange(shape: Sequence[int], devices: Sequence[Any]) -> np.ndarray:

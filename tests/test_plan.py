@@ -49,6 +49,26 @@ def test_what_does_not_fit_says_both_numbers_and_what_to_change(tmp_path, capsys
     assert "more devices along mesh.fsdp or mesh.expert" in text
 
 
+def test_a_run_in_stages_is_planned_at_its_largest(tmp_path):
+    stages = "stages=[{until: 0.5, seq_len: 8192, batch_size: 1024}, {until: 1.0, seq_len: 262144, batch_size: 1024}]"
+    code, record = plan(tmp_path, "--config", TRAIN, "--topology", "tpu7x:8x8x8", stages)
+    assert (code, record["fits"], record["modes"]["train"]["tokens"]) == (1, False, 1024 * 262144)
+
+
+def test_a_small_model_is_planned_too(tmp_path):
+    where = (
+        "--config",
+        "configs/serve/tiny_cpu.yaml",
+        "--topology",
+        "v6e:2x2",
+        "plan_model=k3_tiny",
+        "mesh.data=4",
+        "prefill_rows=4",
+    )
+    code, record = plan(tmp_path, *where)
+    assert (code, set(record["modes"])) == (0, {"prefill", "decode"})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -58,7 +78,20 @@ def test_what_does_not_fit_says_both_numbers_and_what_to_change(tmp_path, capsys
         (("--config", SERVE, "--topology", "tpu7x:4x4x4", "--mode", "sing"), "one of train, prefill, decode"),
         (("--config", SERVE, "--topology", "tpu7x:4x4x4", "slots=126"), "slots = 126: in prefill the mesh shares rows"),
         (("--config", SERVE, "--topology", "tpu7x:4x4x4", "mesh.tensor=128", "mesh.expert=1"), "not divide the 96"),
+        (("--config", SERVE, "--topology", "tpu7x:4x4x4", "mesh.tensor=64", "mesh.expert=2"), "that does is 32"),
+        (("--config", SERVE, "--topology", "tpu7x:4x4x4", "mesh.tensor=16"), "mesh.data=2 would fit"),
+        (("--config", SERVE, "--topology", "tpu7x:4x4x4", "latents=fp4"), "latents = 'fp4': must be one of"),
+        (("--config", SERVE, "--topology", "tpu7x:4x4x4", "slots=-8"), "slots = -8: must be at least 1"),
+        (("--config", SERVE, "--topology", "tpu7x:4x4x4", "mesh.fsdp=4", "mesh.expert=1"), "serving has no use for"),
+        (("--config", SERVE, "--topology", "tpu7x:4x4x4", "--json", "no/such.json"), "--json no/such.json: a file"),
+        (("--config", SERVE, "--topology", "tpu7x:4x4x4", "--mode", ""), "one of train, prefill, decode"),
         (("--config", TRAIN, "--topology", "tpu7x:8x8x8", "data.batch_size=1000"), "data.batch_size = 1000:"),
+        (("--config", TRAIN, "--topology", "tpu7x:8x8x8", "remat=none"), "remat = none: plans are made for"),
+        (("--config", TRAIN, "--topology", "tpu7x:8x8x8", "lora.rank=8"), "lora.rank = 8: plans are made for"),
+        (
+            ("--config", TRAIN, "--topology", "tpu7x:8x8x8", "mesh.expert=64", "mesh.context=2", "data.seq_len=8191"),
+            "data.seq_len = 8191: mesh.context = 2 must divide it",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys, arguments, message):

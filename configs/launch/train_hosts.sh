@@ -5,4 +5,4 @@ set -euo pipefail
 : "${TPU:?the name of the TPU VM}" "${ZONE:?its zone}"
 
 gcloud compute tpus tpu-vm ssh "$TPU" --zone "$ZONE" --worker=all \
-  --command "cd k3jax && .venv/bin/python train.py --config configs/train/k3_tpu7x.yaml $*"
+  --command "cd k3jax && .venv/bin/python train.py --config configs/train/k3_tpu7x.yaml ${*@Q}"

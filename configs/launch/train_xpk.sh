@@ -13,4 +13,4 @@ xpk workload create \
   --max-restarts 20 \
   --docker-image "$IMAGE" \
   --command "K3JAX_SLICES=$SLICES python train.py --config configs/train/k3_tpu7x.yaml mesh.data=$SLICES \
-    data.batch_size=$((1024 * SLICES)) run_dir=${RUN_DIR:-/runs/k3} $*"
+    data.batch_size=$((1024 * SLICES)) run_dir=${RUN_DIR:-/runs/k3} ${*@Q}"

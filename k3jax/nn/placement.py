@@ -17,7 +17,7 @@ from k3jax.config import ConfigError
 from k3jax.nn.param import is_variable
 from pallas_kernels.mx import MXFP4Array
 from sharding.local import Placement, placed
-from sharding.mesh import MeshError, make_mesh
+from sharding.mesh import MeshError, make_mesh, start_processes
 from sharding.rules import Rules
 
 Tree = TypeVar("Tree")
@@ -28,6 +28,14 @@ def place(sizes: Mapping[str, int], rules: Rules, *trees: Any) -> Placement:
     variables = [v for tree in trees for v in jax.tree.leaves(tree, is_leaf=is_variable) if is_variable(v)]
     weights = ((v.axes, v.get_value().shape) for v in variables if v.get_value() is not None)
     return Placement.of(sizes, rules, dict.fromkeys(weights))  # in the trees' order, for the same message every time
+
+
+def join_processes() -> None:
+    """Join the run's other processes, if it has any; raises `ConfigError` where the environment names them badly."""
+    try:
+        start_processes()
+    except MeshError as error:
+        raise ConfigError(str(error)) from error
 
 
 def lay_out(

@@ -41,12 +41,14 @@ def main(arguments: list[str] | None = None) -> int:
     from sharding.mesh import MeshError
 
     try:
-        modes = tuple(options.mode.split(",")) if options.mode else ()
+        modes = () if options.mode is None else tuple(map(str.strip, options.mode.split(",")))
         unknown = next((mode for mode in modes if mode not in MODES), None)
         if unknown is not None:
             raise ConfigError(f"--mode {unknown}: one of {', '.join(MODES)}")
         if options.save and not options.compile:
             raise ConfigError("--save needs --compile")
+        if options.json and (options.json.is_dir() or not options.json.parent.is_dir()):
+            raise ConfigError(f"--json {options.json}: a file in a folder that exists is needed")
         plan = make_plan(
             options.config,
             options.overrides,

@@ -12,13 +12,9 @@ from typing import Any
 
 import jax
 
-from k3jax.config import ConfigError
-
 
 def save_executable(compiled: Any, place: Path, record: dict[str, Any]) -> None:
     """Write the folder `place`, as a whole or not at all: the executable and its arguments, results and memory."""
-    if place.exists():
-        raise ConfigError(f"--save {place}: exists already")
     partial = place.with_name(f".{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -11,6 +11,7 @@ from k3jax.config import ConfigError, ServeRun, TrainRun, load_any_run
 from k3jax.plan.chips import chip_of
 from k3jax.plan.compiled import compile_program, topology_devices
 from k3jax.plan.estimate import Estimate
+from k3jax.plan.report import needed_bytes
 from k3jax.plan.serve import ServeProgram
 from k3jax.plan.train import TrainProgram
 from sharding.mesh import Slice, check_sizes, find_slice
@@ -52,7 +53,10 @@ def make_plan(
     wrong = next((mode for mode in modes if mode not in known), None)
     if wrong is not None:
         raise ConfigError(f"--mode {wrong}: {config} is a recipe for {' and '.join(known)}")
-    check_sizes(dataclasses.asdict(run.mesh), slice_.devices)
+    taken = next((save / mode for mode in modes or known if save and (save / mode).exists()), None)
+    if taken is not None:
+        raise ConfigError(f"--save {save}: {taken} exists already")
+    check_sizes(dataclasses.asdict(run.mesh), slice_.devices, grow="fsdp" if isinstance(run, TrainRun) else "data")
     devices = topology_devices(topology) if compile_too else [PlannedDevice(n) for n in range(slice_.devices)]
     records = {}
     for mode in modes or known:
@@ -60,7 +64,7 @@ def make_plan(
         records[mode] = _record(program.estimate(), slice_)
         if compile_too:
             records[mode]["compiled"] = _compiled(program, save and save / mode)
-    fits = all(_needed(record) <= slice_.memory for record in records.values())
+    fits = all(needed_bytes(record) <= slice_.memory for record in records.values())
     plan = {"config": config, "topology": topology, "devices": slice_.devices, "memory": slice_.memory}
     return {**plan, "mesh": _sizes(run), "fits": fits, "modes": records}
 
@@ -97,12 +101,6 @@ def _compiled(program: Program, place: Path | None) -> Plan:
 
         save_executable(compiled, place, record)
     return record
-
-
-def _needed(record: Plan) -> int:
-    """Bytes of the device: what the compiler says where it was asked."""
-    compiled = record.get("compiled")
-    return compiled["peak_bytes"] if compiled else record["total_bytes"]
 
 
 def _sizes(run: TrainRun | ServeRun) -> dict[str, int]:

@@ -8,6 +8,20 @@ from rich.console import Console
 from rich.table import Table
 
 GIB = 2**30
+STATE, ROWS = (
+    "more devices along mesh.fsdp or mesh.expert",
+    "fewer tokens a device at a time: data.seq_len, mesh.context",
+)
+TRAIN_FIXES = {"weights": STATE, "optimizer": STATE, "working_copy": STATE, "gradients": STATE}
+TRAIN_FIXES |= {"activations": ROWS, "buffers": f"{ROWS}, or mesh.tensor"}
+SERVE_FIXES = {
+    "weights": "more devices along mesh.tensor or mesh.expert",
+    "layout_copies": "more devices along mesh.tensor",
+    "kda_state": "fewer slots, or more devices along mesh.data or mesh.tensor",
+    "mla_cache": "a smaller max_context or slots, or more devices",
+    "sampling": "fewer slots",
+    "buffers": "a smaller prefill_chunk or prefill_rows, or mesh.context",
+}
 
 
 def print_plan(plan: dict[str, Any]) -> None:
@@ -23,22 +37,20 @@ def print_plan(plan: dict[str, Any]) -> None:
 
 def advice(plan: dict[str, Any]) -> str:
     """Both numbers of the mode that needs most, and what would make it less."""
-    mode = max(plan["modes"], key=lambda name: plan["modes"][name]["total_bytes"])
+    mode = max(plan["modes"], key=lambda name: needed_bytes(plan["modes"][name]))
     record = plan["modes"][mode]
-    needed = record.get("compiled", {}).get("peak_bytes", record["total_bytes"])
+    needed = needed_bytes(record)
     kind = max(record["per_device_bytes"], key=lambda name: record["per_device_bytes"][name])
-    fixes = {
-        "weights": "more devices along mesh.fsdp or mesh.expert",
-        "optimizer": "more devices along mesh.fsdp or mesh.expert",
-        "activations": "a larger accumulate, a smaller data.batch_size, or mesh.context",
-        "buffers": "a larger accumulate, or a smaller prefill_chunk or slots",
-        "mla_cache": "a smaller max_context or slots, or more devices",
-        "kda_state": "fewer slots, or more devices along mesh.data or mesh.tensor",
-    }
+    fix = (TRAIN_FIXES if mode == "train" else SERVE_FIXES)[kind]
     return (
         f"{mode} needs {needed / GIB:.1f} GiB of a device that has {plan['memory'] / GIB:.1f}; "
-        f"the most is {kind}: {fixes.get(kind, 'more devices')}"
+        f"the most is {kind}: {fix}"
     )
+
+
+def needed_bytes(record: dict[str, Any]) -> int:
+    """Bytes of a device: what the compiler says where it was asked."""
+    return record.get("compiled", {}).get("peak_bytes", record["total_bytes"])
 
 
 def _table(mode: str, record: dict[str, Any], memory: int) -> Table:

@@ -20,10 +20,10 @@ from k3jax.serve import programs
 from k3jax.serve.devices import ServeDevices
 from k3jax.serve.engine import LATENTS
 from k3jax.serve.programs import DecodeRows, PrefillRows
-from k3jax.serve.run import sizes_of
+from k3jax.serve.run import check_recipe, sizes_of
 from k3jax.serve.sampler import History, Sampling, SamplingRows
 from k3jax.train.flops import forward_flops
-from pallas_kernels.mx import MXFP4Array, decode_layout, layout_for
+from pallas_kernels.mx import SUPERBLOCK, MXFP4Array, decode_layout, layout_for
 from sharding.local import Placement
 
 
@@ -33,6 +33,7 @@ class ServeProgram:
 
     run: ServeRun
     config: ModelConfig
+    chip: str
     mode: str
     devices: ServeDevices
     model: Transformer
@@ -43,7 +44,10 @@ class ServeProgram:
     @classmethod
     def of(cls, run: ServeRun, mode: str, devices: list[Any], chip: str) -> ServeProgram:
         """Raises `ConfigError` where the mesh does not fit devices, model or slots."""
+        check_recipe(run)
         config = load_model_config(run.plan_model, [f"dtype={run.dtype}"] if run.dtype else [])
+        if run.max_context > config.max_context:
+            raise ConfigError(f"max_context = {run.max_context}: the model's is {config.max_context}")
         model = jax.eval_shape(lambda: _served_model(config, KIND[chip]))
         placed = ServeDevices.of(dataclasses.asdict(run.mesh), mode, model, devices)
         shares, asked = placed.shares, run.slots if mode == "decode" else run.prefill_rows
@@ -52,14 +56,16 @@ class ServeProgram:
                 fix = max(1, round(value / shares)) * shares
                 text = f"in {mode} the mesh shares rows out {shares} ways; {key}={fix} fits"
                 raise ConfigError(f"{key} = {value}: {text}")
-        pieces = placed.placement.count(placed.placement.split["page"])
+        parts, pieces = (placed.placement.count(placed.placement.split.get(name, ())) for name in ("seq", "page"))
+        if mode == "prefill" and run.prefill_chunk % parts:
+            raise ConfigError(f"prefill_chunk = {run.prefill_chunk}: mesh.context = {parts} must divide it")
         sizes = sizes_of(dataclasses.replace(run, slots=run.slots // shares), config, pieces=pieces)
         latents = LATENTS[run.latents]
         slots, pages = (sizes.slots + sizes.snapshots) * shares, sizes.pages * shares
         pools = jax.eval_shape(lambda: Pools.zeros(config, slots=slots, pages=pages, page=sizes.page, latents=latents))
         history = jax.eval_shape(lambda: History.zeros(slots=run.slots, vocab=config.vocab_size))
         rows = _rows(mode, asked, sizes.prefill_chunk, sizes.table_width, config.vocab_size)
-        return cls(run, config, mode, placed, model, pools, history, rows)
+        return cls(run, config, chip, mode, placed, model, pools, history, rows)
 
     def lower(self) -> Any:
         """The program that `serve.py` runs, lowered for TPUs with its pools donated."""
@@ -92,7 +98,7 @@ class ServeProgram:
             "kda_state": states,
             "mla_cache": latents,
             "sampling": history,
-            "layout_copies": _layout_copies(self.model, placement),
+            "layout_copies": _layout_copies(self.model, placement) if self.chip == "tpu7x" else 0,
             "buffers": stream * (config.num_snapshots + 60) + rows * config.vocab_size * 8,
         }
         keys = self.run.max_context
@@ -127,7 +133,7 @@ class ServeProgram:
 
 
 def _layout_copies(model: Transformer, placement: Placement) -> float:
-    """The bfloat16 weights of all layers once more: the TPU compiler lays them out anew before its loop over layers."""
+    """The bfloat16 weights of all layers once more: for tpu7x the compiler lays them out anew before its loop."""
     of_layers = (w for w in weights_of(model, placement) if not {"experts", "vocab"} & set(w.axes))
     return 2.0 * sum(w.elements for w in of_layers)
 
@@ -136,7 +142,8 @@ def _served_model(config: ModelConfig, kind: str) -> Transformer:
     """The model with its experts as a device of this kind serves them."""
     model = quantize_experts(Transformer(config, jax.random.key(0), param_dtype="bfloat16"))
     is_expert = lambda leaf: isinstance(leaf, MXFP4Array)  # noqa: E731
-    lay_out = lambda leaf: decode_layout(leaf, layout_for(kind)) if is_expert(leaf) else leaf  # noqa: E731
+    fits = lambda leaf: is_expert(leaf) and leaf.shape[-1] % SUPERBLOCK == 0  # noqa: E731
+    lay_out = lambda leaf: decode_layout(leaf, layout_for(kind)) if fits(leaf) else leaf  # noqa: E731
     return jax.tree.map(lay_out, model, is_leaf=is_expert)
 
 

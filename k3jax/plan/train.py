@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from k3jax.config import TrainRun
+from k3jax.config import ConfigError, TrainRun
 from k3jax.plan.estimate import Estimate, Weight, local_bytes, weights_of
 from k3jax.train.flops import mean_keys, training_flops
 from k3jax.train.start import Setting
@@ -31,10 +31,19 @@ class TrainProgram:
 
     @classmethod
     def of(cls, run: TrainRun, devices: list[Any]) -> TrainProgram:
-        """Raises `ConfigError` where the mesh does not fit devices or model."""
+        """Of a run's largest stage. Raises `ConfigError` where the mesh does not fit devices, model or some stage."""
+        if run.lora.rank:
+            raise ConfigError(f"lora.rank = {run.lora.rank}: plans are made for runs that train the whole model")
+        if run.remat != "layer":
+            raise ConfigError(f"remat = {run.remat}: plans are made for remat=layer")
+        if run.model.num_dense_layers == run.model.num_layers:
+            raise ConfigError("model.num_dense_layers: plans are made for models with experts")
         setting = Setting.of(run, devices)
-        setting.devices.check_rows(run.data.batch_size, accumulate=run.accumulate)
-        return cls(run, setting)
+        stages = [run.in_stage(index) for index in range(max(1, len(run.stages)))]
+        for stage in stages:
+            setting.devices.check_batch(stage.data, accumulate=stage.accumulate)
+        largest = max(stages, key=lambda stage: stage.data.batch_size * stage.data.seq_len / stage.accumulate)
+        return cls(largest, setting)
 
     def lower(self) -> Any:
         """The step that `train.py` runs, lowered for TPUs with its state donated."""

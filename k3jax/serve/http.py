@@ -17,13 +17,13 @@ import uvicorn
 from rich.console import Console
 
 from k3jax.config import ConfigError, ServeRun, load_run
+from k3jax.nn.placement import join_processes
 from k3jax.serve.app import App
 from k3jax.serve.batch import DRAIN_S, EXIT_PREEMPTED
 from k3jax.serve.hosts import is_first
 from k3jax.serve.loop import EngineLoop, follow
 from k3jax.serve.metrics import Metrics
 from k3jax.serve.run import Loaded, check_recipe
-from sharding.mesh import start_processes
 
 DESCRIPTION = """\
 Answers POST /v1/chat/completions and /v1/completions as OpenAI's API does, whole or streamed ("stream": true, with
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key of the recipe")
     args = parser.parse_intermixed_args()
     try:
-        start_processes()
+        join_processes()
         return serve(load_run(ServeRun, args.config, args.overrides), args)
     except ConfigError as error:
         print(f"k3jax.serve.http: {error}", file=sys.stderr)

@@ -71,8 +71,12 @@ class Devices:
         batch = _shapes(data)
         return with_places(batch, self.mesh, self.batch_specs(batch))
 
-    def check_rows(self, batch_size: int, *, accumulate: int) -> None:
+    def check_batch(self, data: DataConfig, *, accumulate: int) -> None:
         """Raise `ConfigError` where devices and micro-batches would not get equal shares of a batch."""
+        batch_size, pieces = data.batch_size, self.placement.count(self.placement.split["seq"])
+        if data.seq_len % pieces:
+            nearest = max(1, round(data.seq_len / pieces)) * pieces
+            raise ConfigError(f"data.seq_len = {data.seq_len}: mesh.context = {pieces} must divide it; {nearest} fits")
         parts = self.placement.count(self.placement.split["batch"]) * accumulate
         if batch_size % parts:
             raise ConfigError(

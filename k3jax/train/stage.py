@@ -50,7 +50,7 @@ def load_stages(run: TrainRun, devices: Devices) -> list[StageData]:
 
 
 def _load(run: TrainRun, devices: Devices, tokenizer: Tokenizer, number: int, first: int, last: int) -> StageData:
-    devices.check_rows(run.data.batch_size, accumulate=run.accumulate)
+    devices.check_batch(run.data, accumulate=run.accumulate)
     data = dataclasses.replace(run.data, shuffle_seed=run.data.shuffle_seed + number)
     corpus = load_corpus(data, tokenizer)
     micro = run.data.batch_size // run.accumulate

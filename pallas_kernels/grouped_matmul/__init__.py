@@ -74,6 +74,8 @@ def expert_ffn(
     if input_output_widths(w3) != (width, hidden) or input_output_widths(w2) != (hidden, width):
         widths = {name: input_output_widths(w) for name, w in (("w1", w1), ("w3", w3), ("w2", w2))}
         raise ValueError(f"expert_ffn: (input, output) widths {widths} do not form one MLP")
+    if row_weights is not None and row_weights.shape != rows.shape[:1]:
+        raise ValueError(f"expert_ffn: row_weights has shape {row_weights.shape} for {rows.shape[0]} rows")
     if activations not in ("bf16", "mxfp8", "mxfp8_hidden"):
         raise ValueError(f"expert_ffn: activations={activations!r} is unknown; use 'bf16' or 'mxfp8' or 'mxfp8_hidden'")
     rows = fake_quantize_mxfp8(rows) if activations == "mxfp8" else rows
@@ -105,6 +107,8 @@ def _body(op: str, implementation: Implementation | None, fits_tpu: bool, fits_g
 
 
 def _check(op: str, rows: Array, group_sizes: Array, experts: dict[str, Experts]) -> None:
+    if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(f"{op}: group_sizes are {group_sizes.dtype}; they must be integers")
     first, weights = next(iter(experts.items()))
     width, _ = input_output_widths(weights)
     if rows.shape[1] != width:

@@ -143,7 +143,8 @@ def _plan(group_sizes: Array, rows: int, blocking: Blocking) -> Blocks:
 def _enter(rows: Array, blocks: Blocks) -> Array:
     """[M, K] -> [n, b, K], zero in the padding."""
     padded = _move(rows, blocks.row, blocks.is_row, blocks.place, blocks.grouped)
-    return padded.reshape(blocks.expert.shape[0], -1, rows.shape[1])
+    count = blocks.expert.shape[0]
+    return padded.reshape(count, padded.shape[0] // max(count, 1), rows.shape[1])
 
 
 def _leave(padded: Array, blocks: Blocks) -> Array:

@@ -120,7 +120,8 @@ def paged_decode(
     `q` is in the latent space, [R + E]; the output is [R], in q's dtype, beside the float32 log_sum_exp. `lengths`
     counts the new token, which goes to position lengths - 1; a row of length 0 writes nothing and outputs 0 and -inf.
     `page_table` holds the pages of a row in order; -1 is a hole: unseen, and a new token that falls in it is dropped
-    (another device holds it; see `merge`). A row that names a page which does not exist outputs NaN.
+    (another device holds it; see `merge`). A row that names a page which does not exist outputs NaN. What a page holds
+    after its row's last token must be finite for "tpu", as in new pages.
     The pages are updated in place where they are donated; on a TPU by the kernel that reads them.
     Raises ValueError on shapes that do not fit, NotImplementedError for a body that does not exist.
     """
@@ -141,6 +142,7 @@ def paged_decode(
     needed = jnp.arange(page_table.shape[1]) * pages.page < lengths[:, None]
     missing = jnp.any(needed & ((page_table < -1) | (page_table >= len(pages.latent))), axis=1)
     missing = missing | (lengths > page_table.shape[1] * pages.page)
+    output = jnp.where((lengths > 0)[:, None, None], output, 0)
     output = jnp.where(missing[:, None, None], jnp.nan, output)
     return output, jnp.where(missing[:, None], jnp.nan, log_sum_exp), pages
 

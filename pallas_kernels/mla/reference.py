@@ -83,7 +83,9 @@ def chunk_attention(
     k, v = expand(latents.astype(q.dtype), k_up, v_up)
     if key_positions is None:
         key_positions = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
-    key_positions = jnp.where(held, key_positions, -1)[:, None]
+    key_positions = jnp.where(held, key_positions, -1)
+    k, v = (jnp.where((key_positions >= 0)[..., None, None], x, 0) for x in (k, v))  # padding may hold NaN
+    key_positions = key_positions[:, None]
     return attend(q, k, v, (key_positions >= 0) & (key_positions <= positions[:, :, None]), scale, v.dtype)
 
 
@@ -99,6 +101,6 @@ def paged_decode(
     pages = paging.write(pages, new[:, None], page_table, lengths[:, None] - 1)
     tokens, held = paging.read(pages, page_table, island(q.dtype))
     visible = held & (jnp.arange(tokens.shape[1]) < lengths[:, None])
-    keys = tokens[:, :, None]
+    keys = jnp.where(visible[..., None], tokens, 0)[:, :, None]  # what was never written may hold NaN
     out = attend(q[:, None], keys, keys[..., : pages.rank], visible[:, None], scale, keys.dtype)
     return out.output[:, 0].astype(q.dtype), out.log_sum_exp[:, 0], pages

@@ -188,6 +188,7 @@ def chunk_attention(
 
     def keys(number: Array, carry: tuple[Running, Array]) -> tuple[Running, Array]:
         tokens, where = fetch(number)
+        tokens = jnp.where((where >= 0)[..., None], tokens, 0)  # padding may hold NaN
         k, v = (x.swapaxes(1, 2) for x in expand(tokens, k_up, v_up))
 
         def queries(i: Array, carry: tuple[Running, Array]) -> tuple[Running, Array]:
@@ -228,6 +229,7 @@ def paged_decode(
     def keys(number: Array, running: Running) -> Running:
         tokens, where = fetch(number)
         visible = ((where >= 0) & (where < lengths[:, None]))[:, None]
+        tokens = jnp.where(visible[:, 0, :, None], tokens, 0)  # what was never written may hold NaN
         scores = _dot("shc,snc->shn", q.astype(dtype), tokens) * scale
         values = tokens[..., : pages.rank]
         return extend(running, scores, visible, values, "shn,snr->shr", matmul_precision(dtype))

@@ -366,3 +366,25 @@ def test_no_gradient_of_the_routed_mlp_holds_a_float_scatter():
 
     text = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(*single([rows[:20], w1, w3, w2])).as_text()
     assert text.count('"stablehlo.scatter"(') == 1  # of the permutation's int32 indices
+
+
+@pytest.mark.parametrize("activations", ["bf16", "mxfp8"])
+def test_no_rows_give_no_rows(activations):
+    up, down = jnp.ones((3, 64, 32)), jnp.ones((3, 32, 64))
+    sizes = jnp.zeros(3, jnp.int32)
+    out = expert_ffn(jnp.ones((0, 64)), up, up, down, sizes, beta=4.0, linear_beta=25.0, activations=activations)
+    assert out.shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"row_weights": jnp.ones((2, 1))}, "row_weights has shape \\(2, 1\\) for 2 rows"),
+        ({"group_sizes": jnp.ones(1)}, "group_sizes are float32; they must be integers"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_named(changed, message):
+    up, down = jnp.ones((1, 64, 32)), jnp.ones((1, 32, 64))
+    arguments = {"group_sizes": jnp.ones(1, jnp.int32), "beta": 4.0, "linear_beta": 25.0} | changed
+    with pytest.raises(ValueError, match=message):
+        expert_ffn(jnp.ones((2, 64)), up, up, down, **arguments)

@@ -1,5 +1,6 @@
 """Latent attention: every body against float64 numpy, written from the definition."""
 
+import dataclasses
 import functools
 
 import jax
@@ -448,3 +449,23 @@ def test_shapes_that_do_not_fit_are_refused_with_the_numbers():
         paged_decode(**(arguments | {"lengths": LENGTHS[:5]}), scale=1.0)
     with pytest.raises(ValueError, match="a page has an even number of tokens, not 5"):
         Pages.zeros(2, 5, 128, 64)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_what_was_never_written_may_hold_nan(implementation):
+    pages = Pages.zeros(1, 4, 8, 4, dtype=jnp.float32)
+    pages = dataclasses.replace(pages, latent=pages.latent.at[0, 1:].set(jnp.nan))
+    table, lengths = jnp.zeros((2, 1), jnp.int32), jnp.asarray([1, 0], jnp.int32)
+    q, new = jnp.ones((2, 2, 12)), jnp.ones((2, 12))
+    output, log_sum_exp, _ = paged_decode(q, new, pages, table, lengths, scale=0.1, implementation=implementation)
+    np.testing.assert_allclose(output, [[[1.0] * 8] * 2, [[0.0] * 8] * 2])
+    assert np.isneginf(log_sum_exp[1]).all()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_padded_latents_may_hold_nan(implementation):
+    latents = jnp.ones((1, 5, 12)).at[0, 3:].set(jnp.nan)
+    where = {"positions": jnp.asarray([[2, -1]]), "key_positions": jnp.asarray([[0, 1, 2, -1, -1]])}
+    up = jnp.ones((8, 2, 4))
+    out = chunk_attention(jnp.ones((1, 2, 2, 8)), latents, up, up, **where, implementation=implementation)
+    np.testing.assert_allclose(out.output, [[[[8.0] * 4] * 2, [[0.0] * 4] * 2]], rtol=1e-6)
