@@ -88,7 +88,7 @@ def run(sizes: tuple[tuple[str, int], ...]):
         return jax.device_get(outputs), jax.device_get(pools.state)
 
 
-SLOW = {"context 8"}
+SLOW = {"context 8", "data 2, tensor 2, context 2"}  # the second is what serve/test_mesh.py runs
 
 
 @pytest.mark.parametrize(
