@@ -34,13 +34,15 @@ class MetricsLog:
         self._board = SummaryWriter(str(run_dir / BOARD), purge_step=last_step + 1, write_to_disk=True)
 
     def write(self, record: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Append one record; `arrays` become histograms of its step."""
+        """Append one record; the finite numbers of `arrays` become histograms of its step."""
         self._file.write(json.dumps(record) + "\n")
         for name, value in record.items():
             if name != "step":
                 self._board.add_scalar(name, value, record["step"])
         for name, array in (arrays or {}).items():
-            self._board.add_histogram(name, array, record["step"])
+            finite = array[np.isfinite(array)]
+            if finite.size:  # a step that is not finite may have none, and an empty histogram is an error
+                self._board.add_histogram(name, finite, record["step"])
 
     def close(self) -> None:
         """Close the files."""
