@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak lint aot bench peers
+.PHONY: help setup demo test soak lint aot aot-all bench peers
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/'
@@ -42,7 +42,7 @@ test: setup  ## the CPU test suite
 	$(PY) -m pytest
 
 soak: setup  ## fuzzing, random kills and long runs, for hours
-	$(PY) -m pytest -n 0 -m soak --timeout 3600
+	$(PY) -m pytest -n 0 -m 'soak and not aot' --timeout 3600
 
 lint: setup  ## formatting, style, import rules, types
 	$(PY) -m ruff format --check .
@@ -51,6 +51,9 @@ lint: setup  ## formatting, style, import rules, types
 	$(PY) -m mypy
 
 aot: $(VENV)/.installed-aot  ## compile for TPU topologies, without a TPU
+	XLA_FLAGS= $(PY) -m pytest -n 0 -m "aot and not soak" -s
+
+aot-all: $(VENV)/.installed-aot  ## the same, and the training step of the whole model: a quarter of an hour more
 	XLA_FLAGS= $(PY) -m pytest -n 0 -m aot -s
 
 bench: $(VENV)/.installed-aot  ## static cycles of the TPU kernels, from the compiler's schedule, into docs/performance.md

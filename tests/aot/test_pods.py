@@ -22,7 +22,14 @@ SERVE, PREFILL, TRAIN = (
     [
         pytest.param(SERVE, "tpu7x:4x4x4", "decode", 23, id="decode of 128 sequences on 64 chips"),
         pytest.param(PREFILL, "tpu7x:4x4x4", "prefill", 47, id="prefill of 128k tokens of a million on 64 chips"),
-        pytest.param(TRAIN, "tpu7x:8x8x8", "train", 75, id="training step of 8,192 tokens a device on 512 chips"),
+        pytest.param(
+            TRAIN,
+            "tpu7x:8x8x8",
+            "train",
+            75,
+            id="training step of 8,192 tokens a device on 512 chips",
+            marks=pytest.mark.soak,  # a quarter of an hour
+        ),
     ],
 )
 def test_the_whole_model_fits_and_the_plan_knew(config: str, topology: str, mode: str, most: float, tmp_path):
