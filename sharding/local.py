@@ -237,18 +237,16 @@ def count_of(axes: Names) -> int:
     return 1 if placement is None else placement.count(axes)
 
 
-def exchange(x: Shaped[Array, "n ..."], axes: Names, *, dim: int) -> Shaped[Array, "m ..."]:
-    """Of x's parts along `dim`, of all n, to whole ones of n / devices: an all-to-all. n is padded with zeros."""
-    if not axes:
-        return x
+def exchange(x: Shaped[Array, "n ..."], axes: Names) -> Shaped[Array, "m ..."]:
+    """Of parts of all n to all parts of n / devices, one device's after the other: an all-to-all. n is padded."""
     x = jnp.pad(x, ((0, -x.shape[0] % count_of(axes)), *[(0, 0)] * (x.ndim - 1)))
     x = jax.lax.optimization_barrier(x)  # XLA for CPU gives the zeros another layout than the rest, and fails
-    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)
+    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
-def exchange_back(x: Shaped[Array, "m ..."], axes: Names, *, dim: int, n: int) -> Shaped[Array, "n ..."]:
+def exchange_back(x: Shaped[Array, "m ..."], axes: Names, *, n: int) -> Shaped[Array, "n ..."]:
     """Undo `exchange` of n."""
-    return jax.lax.all_to_all(x, axes, split_axis=dim, concat_axis=0, tiled=True)[:n] if axes else x
+    return jax.lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)[:n]
 
 
 def parts_of(names: Names) -> Parts:

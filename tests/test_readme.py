@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from k3jax.checkpoint.orbax_io import DATA, MODEL, WEIGHTS, Checkpoints, model_record
 from k3jax.config import MLAConfig, ModelConfig, MoEConfig, ServeRun, TrainRun, load_run
 from k3jax.nn.transformer import Transformer
+from tests.serve.conftest import save_run
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
@@ -85,10 +85,7 @@ def folder_with_a_demo(tmp_path: Path) -> Path:
         mla=MLAConfig(num_heads=2, q_rank=16, kv_rank=12, nope_dim=8, extra_dim=4, v_dim=8),
         moe=MoEConfig(num_experts=4, top_k=2, num_shared=1, expert_width=32, latent_width=16),
     )
-    checkpoints = Checkpoints(tmp_path / "runs" / "demo", keep=1)
-    records = {MODEL: model_record(config), DATA: {"tokenizer": "bytes"}}
-    checkpoints.save(1, trees={WEIGHTS: Transformer(config, jax.random.key(0))}, records=records)
-    checkpoints.close()
+    save_run(Transformer(config, jax.random.key(0)), tmp_path / "runs" / "demo")
     return tmp_path
 
 

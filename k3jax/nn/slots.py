@@ -124,26 +124,12 @@ def _layer_of(stack: Layer | None, index: Array) -> Layer:
 def _take_slots(stack: Array, present: np.ndarray) -> Array:
     """The stack's layers at the slots, which they fill in depth order; an empty slot gets zeros and gives no gradient.
 
-    Pieces side by side, forward and backward: compilers make a gather of whole weights in several passes.
+    Pieces side by side, and so is the transpose: compilers make a gather of whole weights in several passes.
     """
     filled = present.reshape(-1)
-    if filled.all():
-        return stack.reshape(*present.shape, *stack.shape[1:])
     edges = [0, *(np.flatnonzero(np.diff(filled)) + 1), filled.size]
-    runs = [(int(a), int(b)) for a, b in itertools.pairwise(edges)]  # of slots, filled and empty in turn
-
-    def take(stack: Array) -> Array:
-        sizes = [b - a for a, b in runs if filled[a]]
-        layers = iter(jnp.split(stack, np.cumsum(sizes)[:-1]))
-        pieces = [next(layers) if filled[a] else jnp.zeros((b - a, *stack.shape[1:]), stack.dtype) for a, b in runs]
-        return jnp.concatenate(pieces).reshape(*present.shape, *stack.shape[1:])
-
-    def backward(_: None, gradient: Array) -> tuple[Array]:
-        slots = gradient.reshape(-1, *gradient.shape[present.ndim :])
-        return (jnp.concatenate([slots[a:b] for a, b in runs if filled[a]]),)
-
-    if not jnp.issubdtype(stack.dtype, jnp.floating):
-        return take(stack)
-    at_slots = jax.custom_vjp(take)
-    at_slots.defvjp(lambda stack: (take(stack), None), backward)
-    return at_slots(stack)
+    runs = [(filled[a], int(b - a)) for a, b in itertools.pairwise(edges)]  # of slots, filled and empty in turn
+    layers = iter(jax.lax.split(stack, [size for is_filled, size in runs if is_filled]))
+    empty = lambda size: jnp.zeros((size, *stack.shape[1:]), stack.dtype)  # noqa: E731
+    pieces = [next(layers) if is_filled else empty(size) for is_filled, size in runs]
+    return jnp.concatenate(pieces).reshape(*present.shape, *stack.shape[1:])

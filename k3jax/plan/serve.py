@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from k3jax.config import ConfigError, ModelConfig, ServeRun, load_model_config
+from k3jax.config import ModelConfig, ServeRun, load_model_config
 from k3jax.nn.cache import Pools
 from k3jax.nn.transformer import Transformer
 from k3jax.plan.chips import KIND
@@ -20,7 +20,7 @@ from k3jax.serve import programs
 from k3jax.serve.devices import ServeDevices
 from k3jax.serve.engine import LATENTS
 from k3jax.serve.programs import DecodeRows, PrefillRows
-from k3jax.serve.run import check_recipe, sizes_of
+from k3jax.serve.run import check_context, check_recipe, sizes_on_mesh
 from k3jax.serve.sampler import History, Sampling, SamplingRows
 from k3jax.train.flops import forward_flops
 from pallas_kernels.mx import SUPERBLOCK, MXFP4Array, decode_layout, layout_for
@@ -46,23 +46,13 @@ class ServeProgram:
         """Raises `ConfigError` where the mesh does not fit devices, model or slots."""
         check_recipe(run)
         config = load_model_config(run.plan_model, [f"dtype={run.dtype}"] if run.dtype else [])
-        if run.max_context > config.max_context:
-            raise ConfigError(f"max_context = {run.max_context}: the model's is {config.max_context}")
+        check_context(run, config)
         model = jax.eval_shape(lambda: _served_model(config, KIND[chip]))
         placed = ServeDevices.of(dataclasses.asdict(run.mesh), mode, model, devices)
-        shares, asked = placed.shares, run.slots if mode == "decode" else run.prefill_rows
-        for key, value in {"slots": run.slots, "slots" if mode == "decode" else "prefill_rows": asked}.items():
-            if value % shares:
-                fix = max(1, round(value / shares)) * shares
-                text = f"in {mode} the mesh shares rows out {shares} ways; {key}={fix} fits"
-                raise ConfigError(f"{key} = {value}: {text}")
-        parts, pieces = (placed.placement.count(placed.placement.split.get(name, ())) for name in ("seq", "page"))
-        if mode == "prefill" and run.prefill_chunk % parts:
-            raise ConfigError(f"prefill_chunk = {run.prefill_chunk}: mesh.context = {parts} must divide it")
-        sizes = sizes_of(dataclasses.replace(run, slots=run.slots // shares), config, pieces=pieces)
-        latents = LATENTS[run.latents]
-        slots, pages = (sizes.slots + sizes.snapshots) * shares, sizes.pages * shares
-        pools = jax.eval_shape(lambda: Pools.zeros(config, slots=slots, pages=pages, page=sizes.page, latents=latents))
+        sizes = sizes_on_mesh(run, config, placed, mode=mode)
+        asked, latents = run.slots if mode == "decode" else run.prefill_rows, LATENTS[run.latents]
+        options: Any = {"slots": sizes.slots + sizes.snapshots, "pages": sizes.pages, "page": sizes.page}
+        pools = jax.eval_shape(lambda: Pools.zeros(config, latents=latents, **options))
         history = jax.eval_shape(lambda: History.zeros(slots=run.slots, vocab=config.vocab_size))
         rows = _rows(mode, asked, sizes.prefill_chunk, sizes.table_width, config.vocab_size)
         return cls(run, config, chip, mode, placed, model, pools, history, rows)

@@ -86,7 +86,7 @@ class Loaded:
         run, model = self.run, self.model
         engine = Engine(
             model,
-            sizes_on_mesh(run, model),
+            sizes_on_mesh(run, model.config, ServeDevices.of(dataclasses.asdict(run.mesh), "prefill", model)),
             max_top_logprobs=run.max_top_logprobs,
             latents=run.latents,
             scores=run.score_prompts,
@@ -159,22 +159,24 @@ def sizes_of(run: ServeRun, config: ModelConfig, *, pieces: int = 1) -> Sizes:
     return sizes
 
 
-def sizes_on_mesh(run: ServeRun, model: Transformer) -> Sizes:
-    """The same on the recipe's mesh, whose shares of the batch each get their part. Raises `ConfigError`.
+def sizes_on_mesh(run: ServeRun, config: ModelConfig, devices: ServeDevices, *, mode: str = "") -> Sizes:
+    """The same on a mesh, whose shares of the batch each get their part. Raises `ConfigError`.
 
-    `snapshot_mib` is what each share has, and one sequence fits into each.
+    `snapshot_mib` is what each share has, and one sequence fits into each. For one `mode` alone, "prefill" or "decode",
+    messages say which, and decode asks nothing of `prefill_rows`.
     """
-    devices = ServeDevices.of(dataclasses.asdict(run.mesh), "prefill", model)
-    shares = devices.shares
-    for key in ("slots", "prefill_rows"):
-        if getattr(run, key) % shares:
-            fix = -(-getattr(run, key) // shares) * shares
-            raise ConfigError(f"{key} = {getattr(run, key)}: the mesh shares rows out {shares} ways; {key}={fix} fits")
-    parts, pieces = (devices.placement.count(devices.placement.split[name]) for name in ("seq", "page"))
+    shares, where = devices.shares, f"in {mode} " if mode else ""
+    shared = ("slots",) if mode == "decode" else ("slots", "prefill_rows")
+    for key in shared:
+        value = getattr(run, key)
+        if value % shares:
+            fix = -(-value // shares) * shares
+            raise ConfigError(f"{key} = {value}: {where}the mesh shares rows out {shares} ways; {key}={fix} fits")
+    parts, pieces = (devices.placement.count(devices.placement.split.get(name, ())) for name in ("seq", "page"))
     if run.prefill_chunk % parts:
         raise ConfigError(f"prefill_chunk = {run.prefill_chunk}: mesh.context = {parts} must divide it")
-    each = {key: getattr(run, key) // shares for key in ("slots", "prefill_rows", "cache_tokens")}
-    return sizes_of(dataclasses.replace(run, **each), model.config, pieces=pieces).times(shares)
+    each = {key: getattr(run, key) // shares for key in (*shared, "cache_tokens")}
+    return sizes_of(dataclasses.replace(run, **each), config, pieces=pieces).times(shares)
 
 
 def load_tokenizer(checkpoint: Path, name: str = "") -> Tokenizer:
@@ -213,10 +215,15 @@ def check_recipe(run: ServeRun) -> None:
         raise ConfigError(f"mesh.fsdp = {run.mesh.fsdp}: serving has no use for this axis; it must be 1")
 
 
-def check_fit(run: ServeRun, config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise `ConfigError` where the recipe, the model and the tokenizer do not fit together."""
+def check_context(run: ServeRun, config: ModelConfig) -> None:
+    """Raise `ConfigError` where the recipe's context is longer than the model's."""
     if run.max_context > config.max_context:
         raise ConfigError(f"max_context = {run.max_context}: the model's is {config.max_context}")
+
+
+def check_fit(run: ServeRun, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raise `ConfigError` where the recipe, the model and the tokenizer do not fit together."""
+    check_context(run, config)
     if run.max_top_logprobs > config.vocab_size:
         raise ConfigError(f"max_top_logprobs = {run.max_top_logprobs}: the vocabulary has {config.vocab_size}")
     if tokenizer.vocab_size != config.vocab_size:

@@ -193,11 +193,11 @@ def orthogonalize(
     if not small and not large:
         return newton_schulz(matrices, steps=steps, dtype=dtype)
     (n, p, q), (rows, columns) = (len(matrices), count_of(small), count_of(large)), matrices.shape[1:]
-    parts = exchange(matrices.astype(dtype), small + large, dim=0)  # of fewer matrices, those of each device in turn
+    parts = exchange(matrices.astype(dtype), small + large)  # of fewer matrices, those of each device in turn
     parts = parts.reshape(p, q, -1, rows, columns).transpose(2, 0, 3, 1, 4)
     done = newton_schulz(parts.reshape(-1, p * rows, q * columns), steps=steps, dtype=dtype)
     parts = done.reshape(-1, p, rows, q, columns).transpose(1, 3, 0, 2, 4)
-    return exchange_back(parts.reshape(-1, rows, columns), small + large, dim=0, n=n)
+    return exchange_back(parts.reshape(-1, rows, columns), small + large, n=n)
 
 
 def newton_schulz(

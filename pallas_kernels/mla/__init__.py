@@ -142,7 +142,6 @@ def paged_decode(
     needed = jnp.arange(page_table.shape[1]) * pages.page < lengths[:, None]
     missing = jnp.any(needed & ((page_table < -1) | (page_table >= len(pages.latent))), axis=1)
     missing = missing | (lengths > page_table.shape[1] * pages.page)
-    output = jnp.where((lengths > 0)[:, None, None], output, 0)
     output = jnp.where(missing[:, None, None], jnp.nan, output)
     return output, jnp.where(missing[:, None], jnp.nan, log_sum_exp), pages
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from k3jax.checkpoint.orbax_io import DATA, MODEL, WEIGHTS, Checkpoints, model_record
 from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
 from k3jax.nn.transformer import Transformer
 from k3jax.serve.engine import Chunk, Engine, Sizes
@@ -52,6 +54,14 @@ def compile_messages() -> list[str]:
 def engine(model: Transformer, compile_messages: list[str]) -> Engine:
     sizes = Sizes.of(model.config, slots=3, max_context=96, prefill_chunk=8, snapshot_bytes=2**17)
     return Engine(model, sizes, max_top_logprobs=4, report=compile_messages.append)
+
+
+def save_run(model: Transformer, folder: Path) -> None:
+    """What a training run with the byte tokenizer leaves of a model: a checkpoint to serve."""
+    checkpoints = Checkpoints(folder, keep=1)
+    records = {MODEL: model_record(model.config), DATA: {"tokenizer": "bytes"}}
+    checkpoints.save(1, trees={WEIGHTS: model}, records=records)
+    checkpoints.close()
 
 
 class TableEngine:

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from k3jax.checkpoint.orbax_io import DATA, MODEL, WEIGHTS, Checkpoints, model_record
 from k3jax.config import ServeRun
 from k3jax.serve import http as http_server
 from k3jax.serve.app import App
@@ -35,6 +34,7 @@ from k3jax.serve.results import OutputFile
 from k3jax.serve.run import Loaded
 from k3jax.serve.scheduler import Scheduler
 from k3jax.text import Tokenizer
+from tests.serve.conftest import save_run
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SLOTS, QUEUE, MAX_BODY = 2, 2, 10_000
@@ -290,10 +290,7 @@ def test_models_health_and_metrics(server: Server) -> None:
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("http")
-    checkpoints = Checkpoints(folder / "run", keep=1)
-    records = {MODEL: model_record(model.config), DATA: {"tokenizer": "bytes"}}
-    checkpoints.save(1, trees={WEIGHTS: model}, records=records)
-    checkpoints.close()
+    save_run(model, folder / "run")
     (folder / "serve.yaml").write_text("slots: 2\nmax_context: 256\nprefill_chunk: 32\n")
     return folder
 

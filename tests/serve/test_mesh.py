@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from k3jax.checkpoint.orbax_io import DATA, MODEL, WEIGHTS, Checkpoints, model_record
+from tests.serve.conftest import save_run
 
 RECIPE = "slots: 4\nmax_context: 128\nprefill_chunk: 16\nprefill_rows: 4\nmax_top_logprobs: 2\nscore_prompts: true\n"
 MESHES = {
@@ -25,10 +25,7 @@ MESHES = {
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mesh")
-    checkpoints = Checkpoints(folder / "run", keep=1)
-    records = {MODEL: model_record(model.config), DATA: {"tokenizer": "bytes"}}
-    checkpoints.save(1, trees={WEIGHTS: model}, records=records)
-    checkpoints.close()
+    save_run(model, folder / "run")
     (folder / "serve.yaml").write_text(RECIPE)
     (folder / "in.jsonl").write_text("".join(json.dumps(line(i)) + "\n" for i in range(20)) + "{oops\n")
     return folder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from k3jax.checkpoint.orbax_io import DATA, MODEL, WEIGHTS, Checkpoints, model_record
+from tests.serve.conftest import save_run
 
 RECIPE = "slots: 3\nmax_context: 96\nprefill_chunk: 8\nmax_top_logprobs: 4\n"
 
@@ -19,10 +19,7 @@ RECIPE = "slots: 3\nmax_context: 96\nprefill_chunk: 8\nmax_top_logprobs: 4\n"
 def folder(model, tmp_path_factory) -> Path:
     """A folder with a run's checkpoint, a recipe and a batch."""
     folder = tmp_path_factory.mktemp("serve")
-    checkpoints = Checkpoints(folder / "run", keep=1)
-    records = {MODEL: model_record(model.config), DATA: {"tokenizer": "bytes"}}
-    checkpoints.save(1, trees={WEIGHTS: model}, records=records)
-    checkpoints.close()
+    save_run(model, folder / "run")
     (folder / "serve.yaml").write_text(RECIPE)
     (folder / "in.jsonl").write_text("".join(request(i) for i in range(60)))
     (folder / "twice.jsonl").write_text(request(1) * 2)
