@@ -53,8 +53,9 @@ lint: setup  ## formatting, style, import rules, types
 aot: $(VENV)/.installed-aot  ## compile for TPU topologies, without a TPU
 	XLA_FLAGS= $(PY) -m pytest -n 0 -m "aot and not soak" -s
 
-aot-all: $(VENV)/.installed-aot  ## the same, and the training step of the whole model: a quarter of an hour more
-	XLA_FLAGS= $(PY) -m pytest -n 0 -m aot -s
+aot-all: $(VENV)/.installed-aot  ## the same, and every program of docs/pods.json that its sources have left behind
+	XLA_FLAGS= $(PY) -m pytest -n 0 -m "aot and not soak" -s
+	XLA_FLAGS= $(PY) -m benchmarks.pods
 
 bench: $(VENV)/.installed-aot  ## static cycles of the TPU kernels, from the compiler's schedule, into docs/performance.md
 	$(PY) -m benchmarks.static_cycles all --json build/static_cycles.json

@@ -18,8 +18,8 @@ Keys and defaults ({note}):
 {keys}
 What a run writes into run_dir: config.yaml (resolved), metrics.jsonl, tensorboard/, train.log, goodput.json, loss.png,
 checkpoints/STEP; hang.txt and xprof/ where there is cause. The same command continues a run that was stopped or killed.
-Exit codes: 0 done, 1 more than max_skipped updates in a row were not finite, 2 a mistake in the config or the data,
-75 stopped by SIGTERM or SIGINT after saving.
+Exit codes: 0 done, 1 more than max_skipped updates in a row were not finite, 2 a mistake in the config or the data, or
+no room on the disk, 75 stopped by SIGTERM or SIGINT after saving.
 """
 
 
@@ -46,9 +46,11 @@ def main() -> int:
         run = load_run(TrainRun, arguments.config, arguments.overrides)
         from k3jax.nn.placement import join_processes
         from k3jax.train.loop import train  # JAX starts here, after the config is known to be good
+        from k3jax.train.run_dir import written_to
 
         join_processes()
-        return train(run)
+        with written_to(run):
+            return train(run)
     except ConfigError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2

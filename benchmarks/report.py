@@ -30,13 +30,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def replace_section(page: str, section: str) -> str:
+def replace_section(page: str, section: str, *, begin: str = BEGIN, end: str = END) -> str:
     """The page with what stands between the markers replaced; raises ValueError where a marker is missing."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"docs/performance.md needs the lines {BEGIN!r} and {END!r}, in this order")
-    return f"{before}{BEGIN}\n{section}\n{END}{after}"
+    before, found, rest = page.partition(begin)
+    _, found_too, after = rest.partition(end)
+    if not found or not found_too:
+        raise ValueError(f"docs/performance.md needs the lines {begin!r} and {end!r}, in this order")
+    return f"{before}{begin}\n{section}\n{end}{after}"
 
 
 def main(source: str) -> None:

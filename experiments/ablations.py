@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ from k3jax.train.step import Rebalance, TrainState, init_state, make_eval_step, 
 SIBLING = Path(__file__).with_name("sibling.yaml")
 SIGN_RATE = 1e-3  # step of the sign rule (DeepSeek-V3)
 EVERY = 10  # steps between records
+WINDOW = 5  # records that a drawn curve is smoothed over
+PICTURE = Path(__file__).parent.parent / "docs/ablations.png"
 
 
 class EqualMix(Mix):
@@ -103,8 +107,8 @@ ARMS = {
 }
 
 
-def train(name: str, seed: int, overrides: list[str]) -> dict[str, Any]:
-    """Train one arm; returns its losses, loads and times."""
+def train(name: str, seed: int, overrides: list[str]) -> Iterator[dict[str, Any]]:
+    """Train one arm: a record of every `EVERY`-th step as soon as it is known, then one of the whole."""
     arm = ARMS[name]
     run = load_run(TrainRun, SIBLING, [*arm.overrides, f"seed={seed}", f"data.shuffle_seed={seed}", *overrides])
     corpus = load_corpus(run.data, Tokenizer.bytes())
@@ -125,30 +129,32 @@ def train(name: str, seed: int, overrides: list[str]) -> dict[str, Any]:
     print(f"{name} {seed}: compiled in {compile_s:.0f} s", flush=True)
     evaluate = jax.jit(make_eval_step(run, rest))
 
-    curve: list[dict[str, float]] = []
+    def point(number: int, metrics: dict[str, Any]) -> dict[str, Any]:
+        values = {key: round(float(metrics[key]), 5) for key in KEYS if key in metrics}
+        return {"arm": name, "seed": seed, "steps": run.steps, "point": {"step": number, **values}}
+
     began, pending = time.monotonic(), None
     for number, batch in enumerate(batches, 1):
         state, metrics = compiled(state, batch)
         if number % EVERY == 0:
-            if pending:
-                curve.append({key: round(float(value), 5) for key, value in pending.items()})
+            if pending:  # read late, so that the device always has work
+                yield point(*pending)
                 print(f"{name} {seed}: {time.monotonic() - began:.0f} s, step {number} of {run.steps}", flush=True)
-            pending = {"step": number, **{key: metrics[key] for key in KEYS if key in metrics}}
-    curve.append({key: round(float(value), 5) for key, value in (pending or {}).items()})
+            pending = number, metrics
+    if pending:
+        yield point(*pending)
     seconds = time.monotonic() - began
-    nats = _held_out(evaluate, state, held_out)
     tokens = run.data.batch_size * run.data.seq_len * run.steps
-    return {
+    yield {
         "arm": name,
         "seed": seed,
         "parameters": size,
         "steps": run.steps,
         "tokens": tokens,
-        "held_out": nats,
+        "held_out": _held_out(evaluate, state, held_out),
         "seconds": round(seconds, 1),
         "compile_s": round(compile_s, 1),
         "tokens_per_s": round(tokens / seconds),
-        "curve": curve,
     }
 
 
@@ -161,46 +167,78 @@ def _held_out(evaluate: Any, state: TrainState, batches: list[Batch]) -> float:
     return float(sum(nats for nats, _ in sums) / sum(tokens for _, tokens in sums))
 
 
-def report(paths: list[Path]) -> None:
-    """Print the table of all runs and draw the curves."""
-    from matplotlib.figure import Figure
+def read_rows(paths: list[Path]) -> list[dict[str, Any]]:
+    """What is known of each arm and seed: its `curve` so far and, where it ended, the record of the whole.
 
-    rows = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    A later try of an arm and seed takes the place of an earlier one.
+    """
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for record in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
+        key, point = (record["arm"], record["seed"]), record.pop("point", None)
+        row = rows.get(key, {"curve": []})
+        if point and row["curve"] and row["curve"][-1]["step"] >= point["step"]:
+            row = {"curve": []}
+        rows[key] = row | record | ({"curve": [*row["curve"], point]} if point else {})
+    return list(rows.values())
+
+
+def report(paths: list[Path]) -> None:
+    """Print the table of all runs that ended, name the others, and draw the curves as far as they go."""
+    rows = read_rows(paths)
+    ended = [row for row in rows if "held_out" in row]
+    for row in rows:
+        if row not in ended:
+            print(f"{row['arm']} {row['seed']}: not ended, step {row['curve'][-1]['step']} of {row['steps']}")
+    if not any(row["arm"] == "full" for row in ended):
+        sys.exit("report: no run of the arm `full` has ended, and all others are compared with it")
+    _print_table(ended)
+    _draw({name: [row["curve"] for row in rows if row["arm"] == name] for name in ARMS})
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
     full = np.mean([row["held_out"] for row in rows if row["arm"] == "full"])
-    arms = [name for name in ARMS if any(row["arm"] == name for row in rows)]
-    means = {name: _mean_curve([row["curve"] for row in rows if row["arm"] == name]) for name in arms}
     print(
         "| arm | held-out nats per byte, by seed | mean | against full | worst max/mean load, last tenth | tokens/s |"
     )
     print("|---|---|---|---|---|---|")
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    losses, loads = figure.subplots(1, 2)
-    for name in arms:
+    for name in [name for name in ARMS if any(row["arm"] == name for row in rows)]:
         runs = [row for row in rows if row["arm"] == name]
         nats = [run["held_out"] for run in runs]
         load = max(point["max_load"] for run in runs for point in run["curve"][-len(run["curve"]) // 10 :])
         seeds = ", ".join(f"{value:.4f}" for value in nats)
         speed = np.mean([run["tokens_per_s"] for run in runs])
         print(f"| {name} | {seeds} | {np.mean(nats):.4f} | {np.mean(nats) - full:+.4f} | {load:.2f} | {speed:,.0f} |")
-        steps = [point["step"] for point in runs[0]["curve"]]
-        gap = means[name]["loss"] - means["full"]["loss"]  # all arms see the same batches
-        for axes, values in ((losses, gap), (loads, means[name]["max_load"])):
-            axes.plot(steps[2:-2], np.convolve(values, np.ones(5) / 5, "valid"), label=name, lw=1.2)
+
+
+def _draw(curves: dict[str, list[list[dict[str, float]]]]) -> None:
+    from matplotlib.figure import Figure
+
+    means = {name: _mean_curve(of_arm) for name, of_arm in curves.items() if of_arm}
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    losses, loads = figure.subplots(1, 2)
+    for name, mean in means.items():
+        both = min(len(mean["loss"]), len(means["full"]["loss"]))
+        gap = mean["loss"][:both] - means["full"]["loss"][:both]  # all arms see the same batches
+        for axes, values in ((losses, gap), (loads, mean["max_load"])):
+            if len(values) >= WINDOW:
+                smooth = np.convolve(values, np.ones(WINDOW) / WINDOW, "valid")
+                axes.plot(mean["step"][WINDOW // 2 :][: len(smooth)], smooth, label=name, lw=1.2)
     losses.set(xlabel="step", ylabel="training loss less that of full (nats per byte)", ylim=(-0.04, 0.16))
     loads.set(xlabel="step", ylabel="max / mean load of the worst layer", yscale="log")
     for axes in (losses, loads):
         axes.grid(alpha=0.3, which="both")
     losses.legend()
-    figure.savefig(Path(__file__).parent.parent / "docs/ablations.png", dpi=130)
+    figure.savefig(PICTURE, dpi=130)
 
 
 def _mean_curve(curves: list[list[dict[str, float]]]) -> dict[str, np.ndarray]:
-    """The mean over seeds of what is drawn."""
-    return {key: np.mean([[point[key] for point in curve] for curve in curves], axis=0) for key in ("loss", "max_load")}
+    """The mean over seeds of what is drawn, as far as all of them go."""
+    points = list(zip(*curves, strict=False))
+    return {key: np.array([np.mean([p[key] for p in at]) for at in points]) for key in ("step", "loss", "max_load")}
 
 
 def main() -> None:
-    """Run arms one after the other and append a line for each, or report."""
+    """Run arms one after the other, each record a line as soon as it is known, or report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, nargs="+")
     parser.add_argument("--report", action="store_true")
@@ -213,10 +251,10 @@ def main() -> None:
         return
     for seed in map(int, options.seeds.split(",")):
         for name in options.arms.split(","):
-            row = train(name, seed, options.set)
-            print({key: value for key, value in row.items() if key != "curve"}, flush=True)
-            with options.out[0].open("a") as out:
-                out.write(json.dumps(row) + "\n")
+            for record in train(name, seed, options.set):
+                with options.out[0].open("a") as out:  # closed at once: a run that is cut off keeps what it knew
+                    out.write(json.dumps(record) + "\n")
+            print(record, flush=True)
 
 
 if __name__ == "__main__":

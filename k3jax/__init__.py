@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from k3jax.nn.param import value_and_grad
     from k3jax.nn.transformer import Transformer
 
+__version__ = "0.1.0"  # read by pyproject.toml
+
 _HOME = {
     "ConfigError": "k3jax.config",
     "ModelConfig": "k3jax.config",

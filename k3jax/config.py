@@ -396,7 +396,8 @@ def _validate_train(run: TrainRun) -> None:
         require(value in valid, f"{key} = {value}: one of {', '.join(valid)}")
     for key, low in _LOWEST.items():
         value = _at(run, key)
-        require(value >= low, f"{key} = {value}: must be at least {low}")
+        require(low <= value, f"{key} = {value}: must be at least {low}")
+        require(value < 2**31, f"{key} = {value}: must be below 2^31")
     kinds = sorted({run.model.layer_kind(layer) for layer in range(run.model.num_layers)})
     known = run.remat in ("layer", "none") or set(run.remat.split(",")) <= set(kinds)
     require(known, f"remat = {run.remat}: layer, none, or a list of this model's kinds of layers: {','.join(kinds)}")
@@ -404,11 +405,14 @@ def _validate_train(run: TrainRun) -> None:
         require(0 < _at(run, key) < float("inf"), f"{key} = {_at(run, key)}: must be a number above 0")
     alone = not (run.lora.rank and run.mtp_weight)
     require(alone, f"mtp_weight = {run.mtp_weight}: adapters (lora.rank) do not train its layer; leave one at 0")
-    for key in ("z_loss", "mtp_weight"):
+    for key in ("z_loss", "mtp_weight", "lora.alpha", "optimizer.weight_decay", "optimizer.adam_learning_rate"):
         require(0 <= _at(run, key) < float("inf"), f"{key} = {_at(run, key)}: must be 0 or a number above it")
     shares = ("min_lr_ratio", "warmup_fraction", "decay_fraction")
     for key in (*(f"optimizer.{name}" for name in shares), "data.eval_fraction"):
         require(0 <= _at(run, key) <= 1, f"{key} = {_at(run, key)}: must lie in [0, 1]")
+    for key in ("adam_b1", "adam_b2", "muon_momentum"):
+        value = _at(run.optimizer, key)
+        require(0 <= value < 1, f"optimizer.{key} = {value}: must lie in [0, 1)")
     for source, weight in run.data.mixture.items():
         require(0 < weight < float("inf"), f"data.mixture: {source} has weight {weight}, it must be a number above 0")
     require(0 <= run.seed < 2**63, f"seed = {run.seed}: must lie in [0, 2^63)")
@@ -428,6 +432,8 @@ def _validate_train(run: TrainRun) -> None:
 
 
 def _validate_stages(run: TrainRun) -> None:
+    for index, stage in enumerate(run.stages):
+        require(0 < stage.until <= 1, f"stages[{index}].until = {stage.until}: must lie in (0, 1]")
     ends = [0, *run.stage_ends]
     rising = all(a < b for a, b in itertools.pairwise(ends))
     require(
@@ -474,6 +480,7 @@ def _resolve_model(mapping: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _model_mapping(name: str | os.PathLike[str], key: str = "model") -> dict[str, Any]:
+    require(isinstance(name, str | os.PathLike), f"{key} = {name}: must be the name of a model, a file or a folder")
     path = Path(name)
     if path.is_dir():
         return dataclasses.asdict(ModelConfig.from_hf(path))

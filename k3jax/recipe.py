@@ -42,8 +42,9 @@ def merge(base: Any, update: Any, place: str) -> Any:
         node = OmegaConf.select(base, parent) if parent else base
         known = [str(k) for k in node] if OmegaConf.is_dict(node) else []
         raise ConfigError(f"{place}: unknown key {full}{_nearest(key, known)}") from error
-    except omegaconf.errors.OmegaConfBaseException as error:
-        reason = _wrong_kind(base, update, error.full_key) or f"{error.full_key}: {str(error).splitlines()[0]}"
+    except (omegaconf.errors.OmegaConfBaseException, TypeError) as error:  # TypeError: a list for a mapping, or back
+        place_of_error = getattr(error, "full_key", None)
+        reason = _wrong_kind(base, update, place_of_error) or f"{place_of_error}: {str(error).splitlines()[0]}"
         raise ConfigError(f"{place}: {reason}") from error
 
 
@@ -55,9 +56,13 @@ def _wrong_kind(base: Any, update: Any, failed: str | None, prefix: str = "") ->
         if OmegaConf.is_dict(known) and OmegaConf.is_dict(value):
             if reason := _wrong_kind(known, value, failed, f"{full}."):
                 return reason
-        elif kind and (OmegaConf.is_dict(known) or value is None or full == failed):
+        elif kind and (_is_container(known) != _is_container(value) or value is None or full == failed):
             return f"{full} = {'(nothing)' if value is None else value}: must be {kind}"
     return None
+
+
+def _is_container(value: Any) -> str:
+    return "mapping" if OmegaConf.is_dict(value) else "list" if OmegaConf.is_list(value) else ""
 
 
 def _kind(known: Any) -> str:

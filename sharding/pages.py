@@ -60,7 +60,12 @@ def merged_heads(output: Float[Array, "S H R"], log_sum_exp: Float[Array, "S H"]
     return output
 
 
-def all_pages(latents: Float[Array, "S P g C"]) -> Float[Array, "S K C"]:
-    """The tokens of each row's pages from all devices, in order; `latents` are this device's pieces of them."""
-    whole = joined(latents, PAGE, dim=2)
-    return whole.reshape(whole.shape[0], -1, whole.shape[-1])
+def all_pages(latents: Float[Array, "S P g C"]) -> tuple[Float[Array, "S K C"], Int[Array, "K"]]:
+    """The tokens of each row's pages from all devices, and their positions; `latents` are this device's pieces.
+
+    They come device by device, as they arrive: to put them in order would take copies of a whole context.
+    """
+    _, pages, piece, width = latents.shape
+    whole = joined(latents.reshape(latents.shape[0], -1, width), PAGE, dim=1)
+    device, page, token = jnp.ogrid[: size_of(PAGE), :pages, :piece]
+    return whole, ((page * size_of(PAGE) + device) * piece + token).reshape(-1)

@@ -36,7 +36,11 @@ CHECKPOINTS = "checkpoints"  # folder of a run that holds its steps
 WEIGHTS, OPTIMIZER, MODEL, DATA, CHECKSUMS = "weights", "optimizer", "model", "data", "checksums"
 
 log = logging.getLogger(__name__)
-logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports every stage of every save
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax reports every stage of every save, and what it raises
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +66,13 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def save(self, step: int, *, trees: Mapping[str, Any], records: Mapping[str, Any]) -> None:
-        """Copy the arrays and return; writing goes on behind. An earlier save's failure is raised here."""
+        """Copy the arrays and return; writing goes on behind. An earlier save's `SaveError` is raised here."""
         named = {name: named_leaves(tree) for name, tree in trees.items()}
         sums = jax.tree.map(int, jax.device_get(_checksums(named)))
         items: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in named.items()}
         items |= {name: ocp.args.JsonSave(record) for name, record in {**records, CHECKSUMS: sums}.items()}
-        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        with self._writing():
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def restore(self, *, like: Mapping[str, Any], records: tuple[str, ...]) -> Checkpoint | None:
         """Read the newest checkpoint into trees shaped like `like` (arrays or shapes); None where there is none.
@@ -93,16 +98,30 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Return when every save is on disk; raises what went wrong in one."""
-        self._manager.wait_until_finished()
+        """Return when every save is on disk; raises the `SaveError` of one that failed."""
+        with self._writing():
+            self._manager.wait_until_finished()
 
     def check(self) -> None:
-        """Raise what went wrong in a save behind, if anything did."""
-        self._manager.check_for_errors()
+        """Raise the `SaveError` of a save behind, if one failed."""
+        with self._writing():
+            self._manager.check_for_errors()
 
     def close(self) -> None:
         """Wait, and stop the threads."""
-        self._manager.close()
+        with self._writing():
+            self._manager.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            reason = _first_line(error)
+            if isinstance(error, ValueError) and "os_error_code" not in reason:  # none of TensorStore's
+                raise
+            reason = reason.rpartition(": ")[2].partition(" [os_error_code")[0]  # after it has named every folder
+            raise SaveError(f"a checkpoint could not be written ({reason})") from error
 
 
 @jax.jit

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from k3jax.vision import ImageError, image_size_of, open_image, preprocess
 from k3jax.vision.image import PATCH, image_size
-from k3jax.vision.url import decode_data_url, image_urls
+from k3jax.vision.url import decode_data_url, image_urls, is_data_url
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def pixels_of(pictures: Sequence[Picture]) -> tuple[Float[np.ndarray, "n 3 14 14
 
 
 def _measured(url: str, folder: Path) -> Picture:
-    source = decode_data_url(url) if url.startswith("data:") else folder / url
+    source = decode_data_url(url) if is_data_url(url) else folder / url
     try:
         return Picture(source, image_size_of(source))
     except ImageError as error:

@@ -25,6 +25,9 @@ from k3jax.nn.plan import StackPlan
 from k3jax.nn.slots import Slots, StackInput, Stacks, read_for
 from pallas_kernels.attn_res import BankRead
 
+# Bytes of a block's reads above which a cached pass reads the bank anew for every unit: prefill of long chunks.
+READS_AT_ONCE = 2**30
+
 Carry = tuple[Array, Array, Cache | None]  # snapshots, live sum, cache
 Weights = tuple[Layer | None, Layer | None]  # of the KDA slots, of the MLA slots
 
@@ -93,6 +96,7 @@ class Blocks:
     def _forward(self, weights: Weights, carry: Carry, *, keep_sums: bool) -> tuple[Carry, Any]:
         """Also returns what every slot traced and, where asked, the live sum before it."""
         step = partial(_step, keep_sums)
+        by_unit = carry[2] is not None and self._bytes_of_reads(carry[1]) > READS_AT_ONCE
 
         def block_step(carry: Carry, inputs: tuple[dict, Weights]) -> tuple[Carry, Any]:
             (snapshots, live, cache), (block, weights) = carry, inputs
@@ -100,11 +104,14 @@ class Blocks:
             sealed = jnp.where(block["seal"], live, snapshots[block["index"]])
             snapshots = snapshots.at[block["index"]].set(sealed)
             live = jnp.where(block["seal"], 0, live).astype(live.dtype)
-            reads = self._read(block, weights, snapshots, block["index"] + 1)
+            read = lambda inputs, weights: self._read(inputs, weights, snapshots, block["index"] + 1)  # noqa: E731
+            of_block = None if by_unit else (read(block, weights), "read")
 
             def unit_step(carry: tuple, unit: tuple) -> tuple[tuple, Any]:
-                carry, of_kda = jax.lax.scan(partial(step, self.kda, reads), carry, unit[0])
-                carry, of_mla = step(self.mla, reads, carry, unit[1])
+                kda, mla = unit
+                reads = of_block or (read({"kda": kda[0], "mla": mla[0]}, (kda[1], mla[1])), "place")
+                carry, of_kda = jax.lax.scan(partial(step, self.kda, reads), carry, kda)
+                carry, of_mla = step(self.mla, reads, carry, mla)
                 return carry, (of_kda, of_mla)
 
             units = (block["kda"], weights[0]), (block["mla"], weights[1])
@@ -113,6 +120,10 @@ class Blocks:
 
         carry, (of_kda, of_mla) = jax.lax.scan(block_step, carry, (self.blocks, weights))
         return carry, ((of_kda[0], of_mla[0]), (of_kda[1], of_mla[1]))
+
+    def _bytes_of_reads(self, live: Float[Array, "B T D"]) -> int:
+        units = self.plan.kda.shape[1]
+        return 2 * units * sum(map(self._slots_of_unit, self.kinds)) * live.size * live.dtype.itemsize
 
     def _read(self, inputs: dict, weights: Weights, snapshots: Array, count: Array) -> BankRead:
         """The reads of all slots of a block or of a unit, [slots, 2, B, T, D], one unit after the other."""
@@ -162,12 +173,15 @@ class Blocks:
         return d_floating, d_bank, d_live
 
 
-def _step(keep_sums: bool, slots: Slots, reads: BankRead, carry: tuple, inputs: tuple) -> tuple[tuple, Any]:
-    """Run a slot's layer on (live sum, cache); returns what it traces, and the live sum before it where asked."""
+def _step(keep_sums: bool, slots: Slots, reads: tuple[BankRead, str], carry: tuple, inputs: tuple) -> tuple[tuple, Any]:
+    """Run a slot's layer on (live sum, cache); returns what it traces, and the live sum before it where asked.
+
+    Its reads are among those given, at the number that its input of the given name says.
+    """
     if slots.stack is None:
         return carry, (None, None)
     (live, cache), (slot, weights) = carry, inputs
-    bank = _part(reads, slot["read"])
+    bank = _part(reads[0], slot[reads[1]])
     run = jax.checkpoint(slots.run, prevent_cse=False) if _some_recomputed(slots) else slots.run
     kept = None if cache is None else cache.read(slots.mixer == "mla", slot["in_cache"])
     after, kept, shown = run(slot, weights, bank, live, kept)

@@ -130,10 +130,9 @@ def _keys(pages: Pages, table: Int[Array, "B P"], dtype: Any) -> dict[str, Any]:
     if not axes_of(PAGE):
         return {"latents": pages, "page_table": table}
     tokens, _ = read(pages, table, dtype)
-    tokens = all_pages(tokens.reshape(*table.shape, pages.page, -1))
-    position = jnp.arange(tokens.shape[1])
-    held = jnp.repeat(table >= 0, tokens.shape[1] // table.shape[1], axis=1)
-    return {"latents": tokens, "key_positions": jnp.where(held, position, -1)}
+    tokens, positions = all_pages(tokens.reshape(*table.shape, pages.page, -1))
+    held = jnp.take(table, positions // (tokens.shape[1] // table.shape[1]), axis=1) >= 0
+    return {"latents": tokens, "key_positions": jnp.where(held, positions, -1)}
 
 
 def _dot(spec: str, a: Array, b: Array) -> Array:

@@ -57,17 +57,18 @@ def on_devices(
     in_specs: tuple[Any, ...],
     out_specs: Any,
     donate: tuple[int, ...],
+    compiler_options: dict[str, Any] | None = None,
 ) -> Any:
     """`program` jitted for the mesh, as one `shard_map` over all axes; for a single device as it is."""
     if mesh.size == 1:
-        return jax.jit(program, donate_argnums=donate)
+        return jax.jit(program, donate_argnums=donate, compiler_options=compiler_options)
 
     def local(*args: Any) -> Any:
         with placed(placement):
             return program(*args)
 
     whole = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return jax.jit(whole, donate_argnums=donate)
+    return jax.jit(whole, donate_argnums=donate, compiler_options=compiler_options)
 
 
 def specs_of(tree: Tree, placement: Placement) -> Tree:

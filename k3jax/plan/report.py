@@ -16,7 +16,6 @@ TRAIN_FIXES = {"weights": STATE, "optimizer": STATE, "working_copy": STATE, "gra
 TRAIN_FIXES |= {"activations": ROWS, "buffers": f"{ROWS}, or mesh.tensor"}
 SERVE_FIXES = {
     "weights": "more devices along mesh.tensor or mesh.expert",
-    "layout_copies": "more devices along mesh.tensor",
     "kda_state": "fewer slots, or more devices along mesh.data or mesh.tensor",
     "mla_cache": "a smaller max_context or slots, or more devices",
     "sampling": "fewer slots",

@@ -17,14 +17,13 @@ from k3jax.plan.chips import KIND
 from k3jax.plan.estimate import Estimate, local_bytes, weights_of
 from k3jax.quant.qat import quantize_experts
 from k3jax.serve import programs
-from k3jax.serve.devices import ServeDevices
+from k3jax.serve.devices import ServeDevices, lay_out_heads
 from k3jax.serve.engine import LATENTS
 from k3jax.serve.programs import DecodeRows, PrefillRows
 from k3jax.serve.run import check_context, check_recipe, sizes_on_mesh
 from k3jax.serve.sampler import History, Sampling, SamplingRows
 from k3jax.train.flops import forward_flops
 from pallas_kernels.mx import SUPERBLOCK, MXFP4Array, decode_layout, layout_for
-from sharding.local import Placement
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ class ServeProgram:
 
     run: ServeRun
     config: ModelConfig
-    chip: str
     mode: str
     devices: ServeDevices
     model: Transformer
@@ -55,7 +53,7 @@ class ServeProgram:
         pools = jax.eval_shape(lambda: Pools.zeros(config, latents=latents, **options))
         history = jax.eval_shape(lambda: History.zeros(slots=run.slots, vocab=config.vocab_size))
         rows = _rows(mode, asked, sizes.prefill_chunk, sizes.table_width, config.vocab_size)
-        return cls(run, config, chip, mode, placed, model, pools, history, rows)
+        return cls(run, config, mode, placed, model, pools, history, rows)
 
     def lower(self) -> Any:
         """The program that `serve.py` runs, lowered for TPUs with its pools donated."""
@@ -63,7 +61,10 @@ class ServeProgram:
         program = partial(program, top=self.run.max_top_logprobs)
         jitted = devices.jit(program, self.pools, self.history, (self.rows,))
         arguments = (
-            devices.blank(self.model, devices.model_specs),
+            lay_out_heads(
+                devices.blank(self.model, devices.model_specs),
+                lambda x, format: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=format),
+            ),
             devices.blank(self.pools, devices.pool_specs(self.pools)),
             devices.blank(self.history, devices.row_specs(self.history)),
             devices.blank(self.rows, devices.row_specs(self.rows)),
@@ -88,9 +89,10 @@ class ServeProgram:
             "kda_state": states,
             "mla_cache": latents,
             "sampling": history,
-            "layout_copies": _layout_copies(self.model, placement) if self.chip == "tpu7x" else 0,
-            "buffers": stream * (config.num_snapshots + 60) + rows * config.vocab_size * 8,
+            "buffers": stream * (2 * config.num_snapshots + 20) + rows * config.vocab_size * 8,
         }
+        if not decode and placement.split["page"]:  # a layer's cache from all devices
+            held["buffers"] += self._cache_of_a_layer()
         keys = self.run.max_context
         attention = "absorbed" if decode else "expanded"
         flops = sum(forward_flops(config, keys=keys, attention=attention).values())
@@ -118,14 +120,11 @@ class ServeProgram:
         everyone = tokens * self.devices.shares * config.moe.latent_width
         routed = tokens * config.moe.top_k * config.moe.latent_width * 2
         out.send(experts, placement.count(experts), everyone * (2 + 4) if self.mode == "decode" else 2 * routed, moe)
-        cache = self.run.max_context * (config.mla.kv_rank + config.mla.extra_dim) * 2
-        out.send(seq, placement.count(seq), cache, len(config.mla_layers))
+        out.send(seq, placement.count(seq), self._cache_of_a_layer(), len(config.mla_layers))
 
-
-def _layout_copies(model: Transformer, placement: Placement) -> float:
-    """The bfloat16 weights of all layers once more: for tpu7x the compiler lays them out anew before its loop."""
-    of_layers = (w for w in weights_of(model, placement) if not {"experts", "vocab"} & set(w.axes))
-    return 2.0 * sum(w.elements for w in of_layers)
+    def _cache_of_a_layer(self) -> float:
+        """Bytes of a sequence's latents in one layer, at full context."""
+        return self.run.max_context * (self.config.mla.kv_rank + self.config.mla.extra_dim) * 2.0
 
 
 def _served_model(config: ModelConfig, kind: str) -> Transformer:

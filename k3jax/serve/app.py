@@ -46,9 +46,6 @@ class App:
     def __init__(self, loop: EngineLoop, *, keys: tuple[str, ...] = (), max_body: int) -> None:
         self._loop, self._max_body, self._created = loop, max_body, int(time.time())
         self._keys = [key.encode() for key in keys]
-
-    def starlette(self) -> Starlette:
-        """The ASGI application."""
         routes = [
             Route(CHAT, self._answer, methods=["POST"]),
             Route(COMPLETIONS, self._answer, methods=["POST"]),
@@ -56,7 +53,15 @@ class App:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _server_error})
+        self._app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _server_error})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application. What the server cuts off at its end has no traceback: the loop has counted it."""
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._loop.draining:
+                raise
 
     async def _answer(self, request: HTTPRequest) -> Response:
         response = await self._respond(request)

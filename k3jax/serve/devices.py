@@ -13,9 +13,11 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, PartitionSpec
 
 from k3jax.nn.cache import Pools
+from k3jax.nn.param import is_variable
 from k3jax.nn.placement import lay_out, on_devices, on_mesh, specs_of, with_places
 from k3jax.nn.transformer import Transformer
 from sharding.local import Placement, joined
@@ -79,6 +81,7 @@ class ServeDevices:
             in_specs=(self.model_specs, pool_specs, history_specs, *self.row_specs(rows)),
             out_specs=(pool_specs, history_specs, PartitionSpec()),
             donate=(1, 2),
+            compiler_options=self._compiler_options,
         )
 
     def jit_pools(self, program: Callable[..., Any], pools: Pools) -> Any:
@@ -86,6 +89,13 @@ class ServeDevices:
         specs, numbers = self.pool_specs(pools), self.placement.spec_of("batch")
         in_specs = (specs, numbers, numbers)
         return on_devices(program, self.mesh, self.placement, in_specs=in_specs, out_specs=specs, donate=(0,))
+
+    @property
+    def _compiler_options(self) -> dict[str, Any] | None:
+        """On TPUs: without it, tpu7x's compiler copies all bfloat16 weights to tiles of 16 rows at every call."""
+        if self.mesh.devices.flat[0].platform != "tpu":
+            return None
+        return {"xla_tpu_control_large_2nd_minor_layout_for_x16": False}
 
     def create(self, make: Callable[[], Any], specs: Any) -> Any:
         """The arrays that `make` describes, each device making its own part."""
@@ -105,6 +115,24 @@ class ServeDevices:
     def blank(self, tree: Any, specs: Any) -> Any:
         """Shapes of a tree with their places."""
         return with_places(tree, self.mesh, specs)
+
+
+def lay_out_heads(model: Transformer, put: Callable[[Any, Format], Any]) -> Transformer:
+    """A model whose weights of heads, [.., inputs, heads, width], lie in a TPU's memory with their inputs innermost.
+
+    That is how products read them: without it the compiler copies every such weight at every call. `put` gives an array
+    (or its shape) the format.
+    """
+
+    def one(variable: Any) -> Any:
+        value, axes = variable.get_value(), variable.axes
+        if value is None or len(axes) != 3 or not axes[1].endswith("_heads"):
+            return variable
+        *stacked, inputs, heads, width = range(value.ndim)
+        layout = Layout(major_to_minor=(*stacked, heads, width, inputs))
+        return variable.replace(put(value, Format(layout, value.sharding)))
+
+    return jax.tree.map(one, model, is_leaf=is_variable)
 
 
 def _sampled_everywhere(program: Callable[..., Any], *arguments: Any) -> Any:

@@ -126,7 +126,8 @@ class Chunk:
 class Engine:
     """The pools of `sizes` and the programs over them; `report` is told what is being compiled.
 
-    `mesh` has the size of each of its axes, and the model lies on it; empty is one device. `latents` "fp8" keeps the
+    `mesh` has the size of each of its axes, and the model lies on it; empty is one device. Another model of the same
+    shapes may take the place of `model` while no request runs. `latents` "fp8" keeps the
     MLA latents in float8_e4m3fn with one scale a token; "" in the compute dtype. Only with `scores` can a chunk ask for
     log-probabilities of a prompt's own tokens.
     """
@@ -143,7 +144,7 @@ class Engine:
         report: Callable[[str], None] = lambda message: None,
     ) -> None:
         self._devices = {mode: ServeDevices.of(dict(mesh or {}), mode, model) for mode in ("prefill", "decode")}
-        self.sizes, self.scores, self._model, self._top, self._report = sizes, scores, model, max_top_logprobs, report
+        self.sizes, self.scores, self.model, self._top, self._report = sizes, scores, model, max_top_logprobs, report
         self._vocab = model.config.vocab_size
         self._pools, self._history = self._make_state(LATENTS[latents])
         self._all_allowed = self._put(all_allowed(sizes.slots, self._vocab))  # no upload where nothing is barred
@@ -233,7 +234,7 @@ class Engine:
 
     def _make_state(self, latents: Any) -> tuple[Pools, History]:
         """The empty pools and history, made where they will lie."""
-        s, config, devices = self.sizes, self._model.config, self._devices["decode"]
+        s, config, devices = self.sizes, self.model.config, self._devices["decode"]
 
         def pools() -> Pools:
             return Pools.zeros(config, slots=s.slots + s.snapshots, pages=s.pages, page=s.page, latents=latents)
@@ -256,7 +257,7 @@ class Engine:
         chunks, targets = self._prefill_rows({}), self._targets({})
         self._report(f"compiling prefill [{s.prefill_rows}, {s.prefill_chunk}]")
         lowered = {"prefill": self._lowered("prefill", read, (chunks, *targets))}
-        if self._model.vision is not None:
+        if self.model.vision is not None:
             no_features: Any = self._no_features()
             chunks = dataclasses.replace(chunks, features=no_features)
             lowered["prefill_images"] = self._lowered("prefill", read, (chunks, *targets))
@@ -276,10 +277,10 @@ class Engine:
 
     def _lowered(self, mode: str, program: Callable, rows: tuple[Any, ...]) -> jax.stages.Lowered:
         devices, state = self._devices[mode], (self._pools, self._history)
-        return devices.jit(program, *state, rows).lower(self._model, *state, *devices.blank_rows(rows))
+        return devices.jit(program, *state, rows).lower(self.model, *state, *devices.blank_rows(rows))
 
     def _run(self, program: Callable, rows: tuple[Any, ...], *, logprobs: bool) -> Sampled:
-        self._pools, self._history, sampled = program(self._model, self._pools, self._history, *rows)
+        self._pools, self._history, sampled = program(self.model, self._pools, self._history, *rows)
         return jax.device_get(sampled if logprobs else dataclasses.replace(sampled, logprobs=None, prompt=None))
 
     def _prefill_rows(self, chunks: Mapping[int, Chunk]) -> PrefillRows:
@@ -318,7 +319,7 @@ class Engine:
         return (targets,)
 
     def _no_features(self) -> np.ndarray:
-        config = self._model.config
+        config = self.model.config
         shape = (self.sizes.prefill_rows, self.sizes.prefill_chunk, config.width)
         return np.zeros(shape, jnp.dtype(config.dtype))
 

@@ -21,6 +21,7 @@ from k3jax.nn.placement import join_processes
 from k3jax.serve.app import App
 from k3jax.serve.batch import DRAIN_S, EXIT_PREEMPTED
 from k3jax.serve.hosts import is_first
+from k3jax.serve.jobs import Jobs
 from k3jax.serve.loop import EngineLoop, follow
 from k3jax.serve.metrics import Metrics
 from k3jax.serve.run import Loaded, check_recipe
@@ -84,10 +85,16 @@ def serve(run: ServeRun, args: argparse.Namespace) -> int:
     if not is_first():
         follow(jobs)
         return 0
-    with EngineLoop(jobs, Metrics(jobs), seats=run.slots + args.queue) as loop:
-        place.listen()  # from here on who connects is answered
-        console.print(f"{jobs.model_name}: listening on http://{_address(place)}")
-        Server(App(loop, keys=keys, max_body=int(args.max_body_mib * 2**20)), loop).run(sockets=[place])
+    place.listen()  # from here on who connects is answered
+    console.print(f"{jobs.model_name}: listening on http://{_address(place)}")
+    seats, max_body = run.slots + args.queue, int(args.max_body_mib * 2**20)
+    return answer(jobs, place, keys=keys, seats=seats, max_body=max_body)
+
+
+def answer(jobs: Jobs, place: socket.socket, *, keys: tuple[str, ...] = (), seats: int, max_body: int) -> int:
+    """Answer who connects to `place` until a signal; returns the exit code. Raises what the engine has failed with."""
+    with EngineLoop(jobs, Metrics(jobs), seats=seats) as loop:
+        Server(App(loop, keys=keys, max_body=max_body), loop).run(sockets=[place])
         if loop.failure is not None:
             raise loop.failure
     return EXIT_PREEMPTED if loop.dropped else 0
@@ -99,7 +106,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: App, loop: EngineLoop) -> None:
         self._engine = loop
         config = uvicorn.Config(
-            app.starlette(),
+            app,
             log_level="error",
             access_log=False,
             server_header=False,

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from k3jax.nn.vision import Vision
 from k3jax.serve.fields import RequestError
 from k3jax.vision import ImageError, Prepared, image_size_of, pack, prepare
-from k3jax.vision.url import decode_data_url, image_urls
+from k3jax.vision.url import decode_data_url, image_urls, is_data_url
 
 if TYPE_CHECKING:
     from k3jax.serve.request import Job
@@ -103,24 +103,43 @@ class ImageReader:
         prepared = []
         for image in found:
             try:
-                prepared.append(prepare(image.source))
+                prepared.append(_as_found(prepare(image.source), image))
             except ImageError as error:
                 raise _request_error(image.number, error) from error
         return tuple(prepared)
 
     def _source(self, url: str) -> bytes | Path:
-        if url.startswith("data:"):
-            return decode_data_url(url)
         scheme, separator, rest = url.partition("://")
-        if separator and scheme != "file":
-            raise ImageError(f"a {scheme} URL: nothing is fetched; give a data URL, or a file below image_folder")
+        if is_data_url(url):
+            return decode_data_url(url)
+        if separator and scheme.lower() != "file":
+            raise ImageError(f"a {scheme[:20]} URL: nothing is fetched; give a data URL, or a file below image_folder")
         if self.folder is None:
             raise ImageError("a file, but the recipe allows none; set image_folder, or give a data URL")
-        root = self.folder.resolve()
-        path = (root / (rest if separator else url)).resolve()
-        if not path.is_relative_to(root):
-            raise ImageError("a file outside image_folder")
-        return path
+        return _file_below(self.folder, rest if separator else url)
+
+
+def _as_found(prepared: Prepared, found: Found) -> Prepared:
+    """The image, which must have the size that the prompt was made with; a file may change in between."""
+    if prepared.size != found.size:
+        sizes = " and then ".join(f"{width}x{height}" for width, height in (found.size, prepared.size))
+        raise ImageError(f"an image of {sizes} pixels: it changed while it was read")
+    return prepared
+
+
+def _file_below(folder: Path, name: str) -> Path:
+    """A regular file in or under the folder, links followed. Raises `ImageError`, which does not tell the folder."""
+    root = folder.resolve()
+    try:
+        path = (root / name).resolve()
+        is_file = path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, names that no file can have
+        raise ImageError("no such file in image_folder") from error
+    if not path.is_relative_to(root):
+        raise ImageError("a file outside image_folder")
+    if not is_file:
+        raise ImageError("no such file in image_folder")
+    return path
 
 
 def _request_error(index: int, error: ImageError) -> RequestError:

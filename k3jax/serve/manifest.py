@@ -8,10 +8,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from k3jax import __version__
 from k3jax.checkpoint.orbax_io import METADATA, find_step
 from k3jax.config import ConfigError, ServeRun
 from k3jax.text import Tokenizer
@@ -34,7 +34,7 @@ class Manifest:
         made_with = {name: getattr(run, name) for name in DEFAULTS}
         tokens = "\n".join(f"{spelling} {token}" for spelling, token in sorted(tokenizer.named.items()))
         made_with |= {
-            "k3jax": version("k3jax"),
+            "k3jax": __version__,
             "model": model,
             "checkpoint": fingerprint(checkpoint),
             "tokenizer": _digest([str(tokenizer.vocab_size).encode(), tokens.encode()]),

@@ -19,7 +19,7 @@ from k3jax.config import ConfigError, MeshShape, ModelConfig, ServeRun
 from k3jax.nn.placement import on_mesh
 from k3jax.nn.transformer import Transformer
 from k3jax.serve.batch import EXIT_PREEMPTED, Batch, StopSignal, check_input, make_progress, show
-from k3jax.serve.devices import ServeDevices
+from k3jax.serve.devices import ServeDevices, lay_out_heads
 from k3jax.serve.engine import LATENTS, Engine, Sizes, slot_bytes
 from k3jax.serve.hosts import from_first, is_first
 from k3jax.serve.images import ImageEncoder, ImageReader
@@ -113,7 +113,7 @@ class Loaded:
 
 
 def load_model(checkpoint: Path, dtype: str, mesh: Mapping[str, int] | None = None) -> Transformer:
-    """`k3jax.load`, computing in `dtype` unless that is empty, with experts as the device's kernels read them.
+    """`k3jax.load`, computing in `dtype` unless that is empty, with weights as the device reads them.
 
     On a `mesh` each process reads what its devices hold. Raises `ConfigError`.
     """
@@ -131,7 +131,8 @@ def load_model(checkpoint: Path, dtype: str, mesh: Mapping[str, int] | None = No
     def laid_out(leaf: Any) -> Any:
         return serving_layout(leaf, kind, "routed experts") if isinstance(leaf, MXFP4Array) else leaf
 
-    return jax.tree.map(laid_out, model, is_leaf=lambda leaf: isinstance(leaf, MXFP4Array))
+    model = jax.tree.map(laid_out, model, is_leaf=lambda leaf: isinstance(leaf, MXFP4Array))
+    return lay_out_heads(model, partial(jax.device_put, donate=True)) if jax.default_backend() == "tpu" else model
 
 
 def sizes_of(run: ServeRun, config: ModelConfig, *, pieces: int = 1) -> Sizes:

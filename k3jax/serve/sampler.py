@@ -238,12 +238,34 @@ def _draw(logits: Float[Array, "B V"], rows: SamplingRows, position: Int[Array, 
 
 def _filtered(scaled: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     """`scaled` with -inf for what top_k and top_p leave out; equal logits rank by token id, as in argmax."""
-    order = jnp.argsort(-scaled, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(scaled, order, axis=-1)
-    top_k = jnp.where(rows.top_k > 0, rows.top_k, scaled.shape[-1])[:, None]
-    ranked = jnp.where(jnp.arange(scaled.shape[-1]) < top_k, ranked, -jnp.inf)
-    probability = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability
+    top_k = jnp.where(rows.top_k > 0, rows.top_k, scaled.shape[-1])
+    best = jnp.where(_ranked_before(scaled, jnp.ones_like(scaled), top_k), scaled, -jnp.inf)
     # top_p = 1 keeps all, whatever the rounding of the sum: a row draws the same with and without filtering mates.
-    ranked = jnp.where((before < rows.top_p[:, None]) | (rows.top_p[:, None] >= 1), ranked, -jnp.inf)
-    return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)
+    kept = _ranked_before(best, jax.nn.softmax(best, axis=-1), rows.top_p) | (rows.top_p[:, None] >= 1)
+    return jnp.where(kept, best, -jnp.inf)
+
+
+def _ranked_before(
+    values: Float[Array, "B V"], weights: Float[Array, "B V"], limit: Float[Array, "B"]
+) -> Bool[Array, "B V"]:
+    """Which places have less than `limit` of the weight on those that rank before them: larger values, equal ones left.
+
+    Equal values must have equal weights. The least value that is in is found by bisection over float32's bits, since
+    sorting a vocabulary takes a TPU longer than the model.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
+    keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # in the order of the values
+    above = lambda key: jnp.sum(jnp.where(keys > key[:, None], weights, 0), axis=-1)  # noqa: E731
+
+    def halve(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = ends  # too much lies above `low - 1`, and less than the limit above `high`
+        middle = low + (high - low) // 2
+        is_in = above(middle) < limit
+        return jnp.where(is_in, low, middle + 1), jnp.where(is_in, middle, high)
+
+    whole = jnp.zeros(len(keys), jnp.uint32), jnp.full(len(keys), ALL_BITS, jnp.uint32)
+    _, least = jax.lax.fori_loop(0, 32, halve, whole)
+    least = jnp.min(jnp.where(keys >= least[:, None], keys, jnp.uint32(ALL_BITS)), axis=-1)
+    ties = keys == least[:, None]
+    earlier = jnp.cumsum(ties, axis=-1) - 1
+    return (keys > least[:, None]) | (ties & (above(least)[:, None] + earlier * weights < limit[:, None]))

@@ -178,6 +178,22 @@ class _Writer:
         )
 
 
+def render_video(chunks: Sequence[tuple[str, int]], *, tokenizer: Tokenizer) -> Prompt:
+    """A video by the (timestamp, tokens) of its chunks (`k3jax.vision.video`), to stand within a prompt.
+
+    The layout is that of the model before K3; no chat leads here.
+    """
+    writer = _Writer(tokenizer=tokenizer, image_sizes=())
+    for timestamp, num_tokens in chunks:
+        writer.text(timestamp)
+        writer.marker(MEDIA_BEGIN)
+        writer.text("video")
+        writer.marker(MEDIA_CONTENT)
+        writer.marker(MEDIA_PAD, num_tokens)
+        writer.marker(MEDIA_END)
+    return writer.prompt()
+
+
 def _write_conversation(writer: _Writer, messages: Sequence[Message], *, thinking: bool) -> None:
     calls: tuple[Call, ...] = ()
     num_results = 0  # since the last assistant's message

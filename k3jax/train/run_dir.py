@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from k3jax.checkpoint.orbax_io import CHECKPOINTS, list_steps
+from k3jax.checkpoint.orbax_io import CHECKPOINTS, SaveError, list_steps
 from k3jax.config import ConfigError, TrainRun, to_yaml
 
 CONFIG_FILE = "config.yaml"
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # What may change when a run is continued: none of these touches the order of the data or the size of an update.
 MAY_CHANGE = {"run_dir", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "keep_every", "init_from"}
 MAY_CHANGE |= {"stack", "remat", "loss_chunk", "mesh", "data.workers", "data.eval_rows", "hang_seconds"}
@@ -38,6 +42,19 @@ def open_run_dir(run: TrainRun) -> Path:
     except OSError as error:
         raise ConfigError(f"run_dir = {run_dir}: cannot be written ({error.strerror})") from error
     return run_dir
+
+
+@contextmanager
+def written_to(run: TrainRun) -> Iterator[None]:
+    """Inside a `with` block, a disk without room and a checkpoint that cannot be written are a `ConfigError`."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error, SaveError) and error.errno not in NO_ROOM:
+            raise
+        what = error if isinstance(error, SaveError) else f"cannot be written ({error.strerror})"
+        hint = "make room, and the same command continues from the last whole checkpoint"
+        raise ConfigError(f"run_dir = {run.run_dir}: {what}; {hint}") from error
 
 
 def flat(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -55,6 +56,8 @@ def _one_line_errors() -> Iterator[None]:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, Image.UnidentifiedImageError):
             reason = "unknown contents"
+        elif isinstance(error, OSError) and error.strerror:
+            reason = error.strerror  # without the path
         raise ImageError(f"not a complete image of {', '.join(FORMATS)} ({reason})") from error
 
 
@@ -95,7 +98,13 @@ def _gray_of_16_bits(image: Image.Image) -> Image.Image:
 
 
 def _read(source: bytes | str | os.PathLike[str]) -> bytes:
-    size = len(source) if isinstance(source, bytes) else Path(source).stat().st_size
+    if isinstance(source, bytes):
+        size = len(source)
+    else:
+        status = Path(source).stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ImageError("not a file: a folder, a pipe or a device")  # a pipe would be waited for, for ever
+        size = status.st_size
     if size > MAX_BYTES:
         raise ImageError(f"an image file of {size} bytes: at most {MAX_BYTES}")
     return source if isinstance(source, bytes) else Path(source).read_bytes()

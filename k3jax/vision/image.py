@@ -32,10 +32,10 @@ class ImageSize:
     num_tokens: int
 
 
-def image_size(width: int, height: int) -> ImageSize:
+def image_size(width: int, height: int, *, limit: int = PATCH_LIMIT) -> ImageSize:
     """The sizes of a `width` x `height` image through resizing, padding and merging.
 
-    It is shrunk, never enlarged, to `PATCH_LIMIT` whole patches and `SIDE_LIMIT` patches a side, in float64, and then
+    It is shrunk, never enlarged, to `limit` whole patches and `SIDE_LIMIT` patches a side, in float64, and then
     padded up to whole tokens; padding can lift it over the limit by a few hundred patches. Raises ValueError for a size
     that is not positive.
     """
@@ -43,7 +43,7 @@ def image_size(width: int, height: int) -> ImageSize:
         raise ValueError(f"an image of {width}x{height} pixels: both sides must be at least 1")
     patches = max(1, width // PATCH) * max(1, height // PATCH)
     longest = SIDE_LIMIT * PATCH
-    scale = min(1.0, math.sqrt(PATCH_LIMIT / patches), longest / width, longest / height)
+    scale = min(1.0, math.sqrt(limit / patches), longest / width, longest / height)
     resized = (_scaled(width, scale), _scaled(height, scale))
     padded = (_padded(resized[0]), _padded(resized[1]))
     grid = (padded[1] // PATCH, padded[0] // PATCH)
@@ -55,7 +55,7 @@ def image_token_count(width: int, height: int) -> int:
     return image_size(width, height).num_tokens
 
 
-def preprocess(image: Image.Image) -> tuple[Patches, Grid]:
+def preprocess(image: Image.Image, *, limit: int = PATCH_LIMIT) -> tuple[Patches, Grid]:
     """The patches of an image, row by row, each [channel, row, column] in [-1, 1], and their grid (1, rows, columns).
 
     Any mode that `as_rgb` knows; of an animation, the frame the image is at. It is resized by Pillow's bicubic filter
@@ -63,7 +63,7 @@ def preprocess(image: Image.Image) -> tuple[Patches, Grid]:
     the right and the bottom. Raises `ImageError` for pixels it cannot use and for more than `MAX_PIXELS` of them.
     """
     check_pixels(image)
-    size = image_size(*image.size)
+    size = image_size(*image.size, limit=limit)
     pixels = over_chessboard(as_rgb(image).resize(size.resized, Image.Resampling.BICUBIC))
     width, height = size.padded
     padded = np.zeros((height, width, 3), np.uint8)

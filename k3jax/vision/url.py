@@ -26,10 +26,15 @@ def _url(value: Any) -> str:
     return url
 
 
+def is_data_url(url: str) -> bool:
+    """Whether the image is in the URL itself."""
+    return url[:5].lower() == "data:"
+
+
 def decode_data_url(url: str) -> bytes:
     """The bytes of a `data:` URL in base64; raises `ImageError`."""
     head, comma, text = url.partition(",")
-    if not comma or not head.endswith(";base64"):
+    if not comma or not head.lower().endswith(";base64"):
         raise ImageError("a data URL must begin with data:image/...;base64,")
     try:
         return base64.b64decode(text, validate=True)

@@ -14,7 +14,7 @@ from pallas_kernels.mla.pages import Pages
 from pallas_kernels.mla.partial import Attended, Mask, merge
 from pallas_kernels.mla.reference import expand
 from pallas_kernels.mla.tpu_attention import BLOCK, LANES, as_ids
-from pallas_kernels.mla.xla import key_tiles
+from pallas_kernels.mla.xla import key_tiles, where_seen
 
 KEYS = 4096  # of a cache that are expanded at one time
 
@@ -139,6 +139,8 @@ def chunk_attention(
     tiles: Array | int = count
     if key_positions is None:  # keys lie in order: the tiles after the last query's position hold nothing to see
         tiles = jnp.minimum(count, (jnp.max(positions) + size) // size)
+    else:
+        keys = where_seen(keys, fetch, positions)
     shape = (batch, heads, q.shape[2])
     nothing = -jnp.inf
     empty = jnp.zeros((*shape, v_up.shape[-1])), jnp.full(shape, nothing), jnp.full((batch, heads), nothing)

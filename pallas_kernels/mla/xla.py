@@ -167,6 +167,19 @@ def key_tiles(
     return -(-latents.shape[1] // size), size, cut
 
 
+def where_seen(
+    step: Callable[..., Any], fetch: Callable[[Array], tuple[Array, Array]], positions: Int[Array, "B T"]
+) -> Callable[..., Any]:
+    """`step(number, carry)` for tiles with a key that some query may see; the carry as it is for others."""
+    last = jnp.max(positions)
+
+    def some(number: Array, carry: Any) -> Any:
+        _, where = fetch(number)
+        return lax.cond(jnp.any((where >= 0) & (where <= last)), step, lambda _, carry: carry, number, carry)
+
+    return some
+
+
 def chunk_attention(
     q: Float[Array, "B T H K"],
     latents: Array | Pages,
@@ -206,6 +219,8 @@ def chunk_attention(
     tiles: Array | int = count
     if key_positions is None:  # keys lie in order: the tiles after the last query's position hold nothing to see
         tiles = jnp.minimum(count, (jnp.max(positions) + size) // size)
+    else:
+        keys = where_seen(keys, fetch, positions)
     empty = start((batch, heads, q.shape[2]), v_up.shape[-1], wide), jnp.full((batch, heads), -jnp.inf, wide)
     running, max_logit = lax.fori_loop(0, tiles, keys, empty)
     output, log_sum_exp = (x.swapaxes(1, 2)[:, :length] for x in finish(running))

@@ -1,10 +1,13 @@
 """The arms of the ablation study change what they say, and nothing else."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import ablations
 from experiments.ablations import ARMS, SIBLING, PlainTransformer, _whole, no_balancing, sign_rule
 from k3jax.config import TrainRun, load_model_config, load_run
 from k3jax.nn.param import is_variable, split_model
@@ -77,3 +80,40 @@ def test_the_other_balancing_rules(model):
     for old, new in zip(jax.tree.leaves(bias), jax.tree.leaves(no_balancing(bias, counts, 2)), strict=True):
         np.testing.assert_array_equal(old, new)
     assert is_variable(bias.stacks["kda_moe"].ffn.router.bias)
+
+
+def point(arm, step, loss):
+    return {"arm": arm, "seed": 0, "steps": 80, "point": {"step": step, "loss": loss, "max_load": 1.5}}
+
+
+def whole(arm, nats):
+    return {"arm": arm, "seed": 0, "steps": 80, "held_out": nats, "tokens_per_s": 100}
+
+
+def written(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_a_report_names_arms_that_have_not_ended_and_draws_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ablations, "PICTURE", tmp_path / "picture.png")
+    full = [point("full", step, 2.0 - step / 80) for step in range(10, 81, 10)]
+    cut_off = [point("adamw", step, 2.1 - step / 80) for step in range(10, 61, 10)]
+    ablations.report([written(tmp_path / "out", *full, whole("full", 1.0), *cut_off)])
+    printed = capsys.readouterr().out
+    assert "adamw 0: not ended, step 60 of 80" in printed
+    assert "| full | 1.0000 | 1.0000 | +0.0000 | 1.50 | 100 |" in printed and "| adamw" not in printed
+    assert (tmp_path / "picture.png").exists()
+
+
+def test_a_report_without_the_arm_that_others_are_compared_with_says_so(tmp_path):
+    with pytest.raises(SystemExit, match="no run of the arm `full` has ended"):
+        ablations.report([written(tmp_path / "out", point("full", 10, 2.0))])
+
+
+def test_a_second_try_of_an_arm_takes_the_place_of_the_first(tmp_path):
+    first, second = [point("full", 10, 2.0), point("full", 20, 1.9)], [point("full", 10, 1.8), whole("full", 1.7)]
+    old = {**whole("adamw", 1.6), "curve": [{"step": 10, "loss": 1.6, "max_load": 1.0}]}
+    rows = ablations.read_rows([written(tmp_path / "out", *first, *second, old)])
+    assert [row["held_out"] for row in rows] == [1.7, 1.6]
+    assert [[p["loss"] for p in row["curve"]] for row in rows] == [[1.8], [1.6]]

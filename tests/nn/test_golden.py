@@ -73,6 +73,15 @@ def test_prefill_in_pieces_matches(case: tuple[Path, Any], pieces: tuple[int, ..
     assert relative(extend_by(model, expected["ids"], pieces, chunk=150), expected["logits"]) < 1e-4
 
 
+def test_prefill_that_reads_the_bank_unit_by_unit_matches(
+    case: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("k3jax.nn.blocks.READS_AT_ONCE", 0)  # as chunks of many thousand tokens do
+    directory, expected = case
+    model = k3jax.load(directory, dtype="float32")
+    assert relative(extend_by(model, expected["ids"], (75, 75), chunk=75), expected["logits"]) < 1e-4
+
+
 def test_token_by_token_matches(case: tuple[Path, Any]) -> None:
     directory, expected = case
     model = k3jax.load(directory, dtype="float32")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from k3jax.config import ModelConfig
+from k3jax.nn import mla
 from k3jax.nn.attn_res import Mix, Residual
 from k3jax.nn.cache import Cache
 from k3jax.nn.loss import batch_loss, next_token_loss
@@ -126,6 +127,20 @@ def test_bfloat16_keeps_its_float32_islands(small: ModelConfig) -> None:
         assert weight.dtype == jnp.float32
     assert kda.q.dtype == jnp.bfloat16
     assert model(random_tokens(small, 1, 5)).dtype == jnp.float32
+
+
+def test_training_keeps_the_output_of_attention_in_float32(small: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded to bfloat16 it would bias the gradient of the scores."""
+    config, kept, attention = dataclasses.replace(small, dtype="bfloat16"), [], mla.attention
+
+    def recorded(*operands: Any, **options: Any) -> Any:
+        out = attention(*operands, **options)
+        kept.append((operands[0].dtype, out.output.dtype))
+        return out
+
+    monkeypatch.setattr(mla, "attention", recorded)
+    jax.eval_shape(lambda: Transformer(config, jax.random.key(0))(jnp.zeros((1, 5), jnp.int32)))
+    assert set(kept) == {(jnp.dtype("bfloat16"), jnp.dtype("float32"))}
 
 
 def test_generation_refuses_what_does_not_fit(small: ModelConfig) -> None:

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from k3jax.checkpoint.orbax_io import DATA, MODEL, WEIGHTS, Checkpoints, model_record
-from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from k3jax.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig, ServeRun
 from k3jax.nn.transformer import Transformer
 from k3jax.serve.engine import Chunk, Engine, Sizes
+from k3jax.serve.run import Loaded
 from k3jax.serve.sampler import Logprobs, Sampled
 from k3jax.text import Tokenizer
 
 BYTES = Tokenizer.bytes()
+# One recipe for most tests, in this process and in those that they start: a run compiles its programs once.
+RECIPE = {"slots": 3, "max_context": 1024, "prefill_chunk": 8, "max_top_logprobs": 4}
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +32,7 @@ def config() -> ModelConfig:
         dense_width=48,
         mla_layers=(1,),
         attn_res_block=2,
-        max_context=256,
+        max_context=1024,
         init_std=0.3,
         quantized_experts=False,
         dtype="float32",
@@ -41,7 +44,12 @@ def config() -> ModelConfig:
 
 @pytest.fixture(scope="session")
 def model(config: ModelConfig) -> Transformer:
-    return Transformer(config, jax.random.key(0))
+    return random_model(config, 0)
+
+
+def random_model(config: ModelConfig, seed: int) -> Transformer:
+    """A model of random weights; one compiled program makes them."""
+    return jax.jit(lambda key: Transformer(config, key))(jax.random.key(seed))
 
 
 @pytest.fixture(scope="session")
@@ -52,8 +60,13 @@ def compile_messages() -> list[str]:
 
 @pytest.fixture(scope="session")
 def engine(model: Transformer, compile_messages: list[str]) -> Engine:
-    sizes = Sizes.of(model.config, slots=3, max_context=96, prefill_chunk=8, snapshot_bytes=2**17)
-    return Engine(model, sizes, max_top_logprobs=4, report=compile_messages.append)
+    jobs = Loaded(run=ServeRun(**RECIPE), model=model, tokenizer=BYTES).jobs(compile_messages.append)
+    return jobs.scheduler._device
+
+
+def write_recipe(path: Path, **more: object) -> None:
+    """`RECIPE` as a file, with more keys."""
+    path.write_text("".join(f"{name}: {value}\n" for name, value in {**RECIPE, **more}.items()))
 
 
 def save_run(model: Transformer, folder: Path) -> None:

@@ -11,7 +11,7 @@ from k3jax.serve.engine import Chunk, Engine
 from k3jax.serve.sampler import Sampling, token_bits
 from k3jax.serve.scheduler import Event, Request, Scheduler
 
-LENGTHS = (1, 7, 8, 9, 16, 17, 40, 90)  # around one and two chunks of 8, and up to the context of 96
+LENGTHS = (1, 7, 8, 9, 16, 17, 40, 90)  # around one and two chunks of 8, and many
 
 
 def prompt(index: int, length: int) -> tuple[int, ...]:
@@ -53,6 +53,7 @@ def full_forward(model, sequences: list[list[int]]) -> np.ndarray:
     return np.asarray(model(jnp.asarray([[*s, *[0] * (width - len(s))] for s in sequences], jnp.int32)))
 
 
+@pytest.mark.soak  # both equal the full forward pass: here, and in tests/nn
 def test_greedy_tokens_equal_generate(engine, model) -> None:
     submitted = requests((17, 17, 17, 17), temperature=0.0)
     expected = model.generate(jnp.asarray([r.prompt for r in submitted]), max_new_tokens=6)
@@ -170,7 +171,8 @@ def poison(engine: Engine, *, slots, pages) -> None:
 def test_rows_without_a_token_leave_the_pools_bit_equal(engine) -> None:
     run(engine, requests((20, 30, 40)))
     before = jax.device_get(engine._pools)
-    table = np.arange(1, 37, dtype=np.int32).reshape(3, 12)
+    table = np.full((3, engine.sizes.table_width), -1, np.int32)
+    table[:, :12] = np.arange(1, 37).reshape(3, 12)
     engine.decode(np.asarray([1, 2, 3], np.int32), np.asarray([0, 9, 0], np.int32), table, logprobs=False)
     after = jax.device_get(engine._pools)
     np.testing.assert_array_equal(np.delete(before.state, 1, axis=1), np.delete(after.state, 1, axis=1))
@@ -183,17 +185,17 @@ def test_rows_without_a_token_leave_the_pools_bit_equal(engine) -> None:
     jax.tree.map(np.testing.assert_array_equal, after, jax.device_get(engine._pools))
 
 
-def chunk(slot: int, ids: list[int]) -> Chunk:
-    pages = np.full(12, -1, np.int32)
+def chunk(engine: Engine, slot: int, ids: list[int]) -> Chunk:
+    pages = np.full(engine.sizes.table_width, -1, np.int32)
     pages[0] = 1
     seen = token_bits(ids, 512)
     return Chunk(slot=slot, start=0, tokens=ids, pages=pages, seen=seen, sampling=Sampling())
 
 
 def test_the_pools_are_updated_in_place(engine) -> None:
-    table = np.full((3, 12), -1, np.int32)
+    table = np.full((3, engine.sizes.table_width), -1, np.int32)
     for step in (
-        lambda: engine.prefill([chunk(1, [5, 6])], logprobs=False),
+        lambda: engine.prefill([chunk(engine, 1, [5, 6])], logprobs=False),
         lambda: engine.decode(np.zeros(3, np.int32), np.zeros(3, np.int32), table, logprobs=False),
         lambda: engine.copy(1, 2),
         lambda: engine.clear([1]),
@@ -209,7 +211,7 @@ def test_the_pools_are_updated_in_place(engine) -> None:
 def test_a_slot_that_does_not_exist_is_refused_not_clipped(engine, slot: int) -> None:
     before = jax.device_get(engine._pools)
     with pytest.raises(IndexError, match=f"slot {slot} of 3"):
-        engine.prefill([chunk(slot, [1, 2])], logprobs=False)
+        engine.prefill([chunk(engine, slot, [1, 2])], logprobs=False)
     with pytest.raises(IndexError, match="slot"):
         engine.copy(0, slot if slot < 0 else 3 + engine.sizes.snapshots)
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(engine._pools))

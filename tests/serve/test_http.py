@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import io
 import json
+import os
 import re
 import signal
 import socket
@@ -24,7 +25,7 @@ from rich.console import Console
 from k3jax.config import ServeRun
 from k3jax.serve import http as http_server
 from k3jax.serve.app import App
-from k3jax.serve.batch import Batch, make_progress
+from k3jax.serve.batch import EXIT_PREEMPTED, Batch, make_progress
 from k3jax.serve.http import listener, main, read_keys
 from k3jax.serve.jobs import Jobs
 from k3jax.serve.loop import EngineLoop, Update
@@ -34,10 +35,10 @@ from k3jax.serve.results import OutputFile
 from k3jax.serve.run import Loaded
 from k3jax.serve.scheduler import Scheduler
 from k3jax.text import Tokenizer
-from tests.serve.conftest import save_run
+from tests.serve.conftest import RECIPE, save_run, write_recipe
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-SLOTS, QUEUE, MAX_BODY = 2, 2, 10_000
+SLOTS, QUEUE, MAX_BODY = RECIPE["slots"], 2, 10_000
 NEVER_ENDS = {"logit_bias": {str(token): -100 for token in Tokenizer.bytes().stop_ids}}
 KEY = "a-key"
 
@@ -87,8 +88,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def jobs(model) -> Jobs:
-    run = ServeRun(slots=SLOTS, max_context=1024, prefill_chunk=32, max_top_logprobs=4, snapshot_mib=0)
-    return Loaded(run=run, model=model, tokenizer=Tokenizer.bytes()).jobs(lambda message: None)
+    return Loaded(run=ServeRun(**RECIPE), model=model, tokenizer=Tokenizer.bytes()).jobs(lambda message: None)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,13 @@ def batch_bodies(jobs: Jobs, tmp_path_factory) -> list[dict[str, Any]]:
 
 
 def without_identity(body: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in body.items() if name not in ("id", "created")}
+    """What two answers to one request have in common; how much of its prompt was kept is not of it."""
+    kept = {name: value for name, value in body.items() if name not in ("id", "created")}
+    return kept | {"usage": without_cached(body["usage"])}
+
+
+def without_cached(usage: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
 
 
 def test_an_answer_is_that_of_a_batch_file(server: Server, batch_bodies: list[dict]) -> None:
@@ -171,7 +177,8 @@ def test_a_stream_put_together_is_the_whole_answer(server: Server, batch_bodies:
         events = server.stream(url, **body, stream_options={"include_usage": True})
         assert len({(event["id"], event["seed"], event["model"]) for event in events}) == 1
         assert put_together(events, chat=url == CHAT) == expected["choices"]
-        assert [event["usage"] for event in events] == [None] * (len(events) - 1) + [expected["usage"]]
+        *others, last = (event["usage"] for event in events)
+        assert others == [None] * len(others) and without_cached(last) == without_cached(expected["usage"])
         assert events[0]["object"] == ("chat.completion.chunk" if url == CHAT else "text_completion")
 
 
@@ -263,6 +270,19 @@ def test_a_body_that_is_too_long_is_refused_before_it_is_read(server: Server) ->
     assert server.ask("POST", COMPLETIONS, b'"' + b"x" * (most - 2) + b'"')[0] == 400  # as long as allowed
 
 
+def test_a_body_that_does_not_come_is_given_up_and_its_seat_is_free(server: Server, monkeypatch) -> None:
+    monkeypatch.setattr("k3jax.serve.app.BODY_S", 0.2)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n"
+    for _ in range(SLOTS + QUEUE + 1):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+            client.sendall(head.encode() + b'{"prompt": ')
+            answer = http.client.HTTPResponse(client)
+            answer.begin()
+            error = json.loads(answer.read())["error"]
+        assert (answer.status, error["code"]) == (408, "request_timeout")
+        assert "did not come within 0.2 s" in error["message"]
+
+
 @pytest.mark.parametrize("key", ["", "wrong", "a-key-and-more", "a-ke", "\xe9"])
 def test_without_a_key_nothing_is_served(server: Server, key: str) -> None:
     for method, path in (("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/v1/models")):
@@ -291,7 +311,7 @@ def test_models_health_and_metrics(server: Server) -> None:
 def folder(model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("http")
     save_run(model, folder / "run")
-    (folder / "serve.yaml").write_text("slots: 2\nmax_context: 256\nprefill_chunk: 32\n")
+    write_recipe(folder / "serve.yaml")
     return folder
 
 
@@ -313,6 +333,39 @@ def test_a_signal_lets_begun_requests_finish_and_admits_no_other(folder: Path) -
         assert process.wait(60) == 0
     finally:
         process.kill()
+
+
+def test_what_is_not_finished_in_time_is_cut_off_and_the_exit_code_says_so(table_engine, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(http_server, "DRAIN_S", 1.0)
+
+    def slow(prompt: bytes) -> bytes:
+        time.sleep(0.02)
+        return b"x" * 1000
+
+    limits = Limits(max_context=512, default_max_tokens=8, max_top_logprobs=0)
+    jobs = Jobs(scheduler=Scheduler(table_engine(slow)), tokenizer=Tokenizer.bytes(), limits=limits, model_name="tiny")
+    place = listener("127.0.0.1", 0)
+
+    def visit() -> tuple[bytes, str]:
+        connection, answer = Server(place.getsockname()[1]).open_stream(COMPLETIONS, prompt="x", max_tokens=500)
+        with contextlib.closing(connection):
+            first = answer.readline()
+            os.kill(os.getpid(), signal.SIGTERM)  # the handler is the server's, which answers
+            try:
+                return first, answer.read().decode()
+            except http.client.IncompleteRead as cut:
+                return first, cut.partial.decode()
+
+    place.listen()
+    with ThreadPoolExecutor(1) as clients:
+        client = clients.submit(visit)
+        started = time.monotonic()
+        assert http_server.answer(jobs, place, seats=2, max_body=MAX_BODY) == EXIT_PREEMPTED
+        assert 1.0 <= time.monotonic() - started < 8
+        first, rest = client.result(60)
+    assert first.startswith(b"data: {") and "[DONE]" not in rest
+    assert jobs.scheduler.num_running == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def _accepts(port: int) -> bool:

@@ -3,11 +3,11 @@
 import base64
 import dataclasses
 import json
+import os
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from PIL import Image
@@ -26,6 +26,7 @@ from k3jax.serve.results import OutputFile
 from k3jax.serve.scheduler import Scheduler
 from k3jax.text import Tokenizer
 from k3jax.vision import prepare
+from tests.serve.conftest import RECIPE, random_model
 
 TOKENIZER = Tokenizer.bytes()
 LIMITS = Limits(max_context=600, default_max_tokens=5, max_top_logprobs=4)
@@ -81,11 +82,42 @@ def test_files_come_from_one_folder_only(tmp_path: Path) -> None:
     assert "the recipe allows none" in str(refusal("a.png"))
 
 
+@pytest.mark.timeout(20)  # a pipe would be waited for
+@pytest.mark.parametrize(
+    "url",
+    ["none.png", "", ".", "folder", "pipe", "circle", "a\0.png", "file://a\0", "\ud800.png", "a" * 5000, "a/" * 3000],
+    ids=lambda url: repr(url[:10]),
+)
+def test_what_is_no_file_of_the_folder_is_one_short_line(tmp_path: Path, url: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "circle").symlink_to("circle")
+    os.mkfifo(tmp_path / "pipe")
+    error = str(refusal(url, reader=ImageReader(PAD, tmp_path)))
+    assert ("no such file in image_folder" if url else "an image part without a URL") in error
+    assert str(tmp_path) not in error
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.png").write_bytes(file_of((500, 500)))
+    monkeypatch.setattr("k3jax.serve.images.image_size_of", lambda source: (60, 50))
+    error = refusal("a.png", reader=ImageReader(PAD, tmp_path))
+    assert "image 1 of the messages: an image of 60x50 and then 500x500 pixels: it changed" in str(error)
+
+
+@pytest.mark.parametrize("head", ["data:image/png;base64", "DATA:image/png;base64", "data:;BASE64", "data:a;b;base64"])
+def test_a_data_url_is_told_by_its_scheme_and_its_contents_alone(head: str) -> None:
+    assert parse(f"{head},{base64.b64encode(file_of()).decode()}").images[0].size == (60, 50)
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
         ("https://example.org/a.png", "image 1 of the messages: a https URL: nothing is fetched"),
+        ("HTTPS://" + "a" * 5000, "image 1 of the messages: a HTTPS URL: nothing is fetched"),
         ("data:image/png;base64,@@@", "a data URL that is not base64"),
+        ("data:image/png;base64,iVBORw0KGgo", "a data URL that is not base64 (Incorrect padding)"),
+        ("data:image/png;base64,\ud800", "a data URL that is not base64"),
+        ("data:", "must begin with data:image"),
         ("data:image/png,abc", "must begin with data:image"),
         (None, "an image part without a URL"),
         (data_url(b"hello"), "not a complete image"),
@@ -127,7 +159,7 @@ def seeing(config: ModelConfig) -> Transformer:
     """The tiny model with a tower."""
     tower = VisionConfig(grid_rows=4, grid_columns=4, width=16, mlp_width=24, num_blocks=1, num_heads=2, head_dim=8)
     config = dataclasses.replace(config, vision=tower, media_id=PAD, max_context=1024)
-    return Transformer(config, jax.random.key(1))
+    return random_model(config, 1)
 
 
 @pytest.fixture(scope="module")
@@ -161,17 +193,18 @@ def test_the_least_recently_used_features_go(vision: Vision) -> None:
 
 @pytest.fixture(scope="module")
 def seeing_engine(seeing: Transformer) -> Engine:
-    sizes = Sizes.of(seeing.config, slots=3, max_context=320, prefill_chunk=16, prefill_rows=2, snapshot_bytes=2**17)
-    return Engine(seeing, sizes, max_top_logprobs=4)
+    recipe = {name: value for name, value in RECIPE.items() if name != "max_top_logprobs"}  # `engine`'s decode program
+    sizes = Sizes.of(seeing.config, prefill_rows=2, snapshot_bytes=2**28, **recipe)
+    return Engine(seeing, sizes, max_top_logprobs=RECIPE["max_top_logprobs"])
 
 
-def expected(model: Transformer, job: Job) -> list[int]:
-    """What generation without an engine gives."""
+def likeliest(model: Transformer, job: Job, answer: list[int]) -> list[int]:
+    """The tokens that a full forward pass likes most in the places of a greedy answer."""
     (request,) = job.requests
     pixels = np.concatenate([image.patches for image in job.images])
     grids = np.asarray([image.grid for image in job.images])
-    out = model.generate(np.asarray([request.prompt]), max_new_tokens=4, pixels=pixels, grids=grids)
-    return np.asarray(out[0]).tolist()
+    logits = model(np.asarray([[*request.prompt, *answer]]), pixels=pixels, grids=grids)
+    return np.asarray(logits[0, len(request.prompt) - 1 : -1]).argmax(-1).tolist()
 
 
 def answers(engine: Engine, model: Transformer, jobs: list[Job]) -> tuple[list[list[int]], Scheduler]:
@@ -203,15 +236,16 @@ def greedy(job: Job) -> Job:
 def test_features_reach_the_model_whatever_chunk_they_fall_into(seeing: Transformer, seeing_engine: Engine) -> None:
     jobs = [greedy(parse(noise(1))), greedy(parse(noise(2))), greedy(parse(noise(1)))]
     found, scheduler = answers(seeing_engine, seeing, jobs)
-    assert found == [expected(seeing, job) for job in (jobs[0], jobs[1], jobs[0])]
+    assert found == [likeliest(seeing, job, answer) for job, answer in zip(jobs, found, strict=True)]
     first, second, third = (job.requests[0].prompt for job in jobs)
     assert first == second == third and found[0] != found[1]  # equal token ids, other pixels
-    before_image = first.index(PAD) // 16 * 16
+    before_image = first.index(PAD) // RECIPE["prefill_chunk"] * RECIPE["prefill_chunk"]
     assert scheduler.cached_tokens > before_image  # the third prompt's image is the first one's
 
 
 def test_a_hostile_image_fails_alone(seeing: Transformer, seeing_engine: Engine, tmp_path: Path) -> None:
-    urls = {"a": noise(1), "b": data_url(file_of()[:40]), "c": "https://example.org/x.png", "d": noise(2), "e": "x"}
+    urls = {"a": noise(1), "b": data_url(file_of()[:40]), "c": "https://example.org/x.png", "d": noise(2)}
+    urls |= {"e": "none.png", "g": "a\0.png", "h": "../out.jsonl"}
     lines = []
     for custom_id, url in urls.items():
         messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
@@ -222,15 +256,15 @@ def test_a_hostile_image_fails_alone(seeing: Transformer, seeing_engine: Engine,
     jobs = Jobs(
         scheduler=Scheduler(seeing_engine),
         tokenizer=TOKENIZER,
-        limits=dataclasses.replace(LIMITS, max_context=320),
+        limits=LIMITS,
         model_name="tiny",
-        reader=ImageReader(PAD),
+        reader=ImageReader(PAD, tmp_path),
         encoder=ImageEncoder(seeing.vision),
     )
     batch = Batch(jobs=jobs)
     with OutputFile(tmp_path / "out.jsonl") as output, make_progress(Console(quiet=True)) as progress:
         summary = batch.run(tmp_path / "in.jsonl", output, progress)
-    assert (summary.completed, summary.failed) == (2, 4)
+    assert (summary.completed, summary.failed) == (2, 6)
     records = {r["custom_id"]: r for r in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
     assert [custom_id for custom_id in records if records[custom_id]["error"] is None] == ["a", "d"]
     assert "not a complete image" in records["b"]["error"]["message"]

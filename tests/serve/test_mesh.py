@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.conftest import save_run
+from k3jax.config import ServeRun, load_run
+from k3jax.serve.run import Paths, serve
+from tests.serve.conftest import save_run, write_recipe
 
-RECIPE = "slots: 4\nmax_context: 128\nprefill_chunk: 16\nprefill_rows: 4\nmax_top_logprobs: 2\nscore_prompts: true\n"
+SHAPES = ["slots=4", "prefill_chunk=16", "prefill_rows=4"]
 MESHES = {
-    "data 2, tensor 2, context 2": ["mesh.data=2", "mesh.tensor=2", "mesh.context=2"],
-    "expert 4, tensor 2": ["mesh.expert=4", "mesh.tensor=2"],
+    "data 2, tensor 2, context 2": [*SHAPES, "mesh.data=2", "mesh.tensor=2", "mesh.context=2"],
+    "expert 2, tensor 2, data 2": [*SHAPES, "mesh.expert=2", "mesh.tensor=2", "mesh.data=2"],
 }
 
 
@@ -26,21 +28,22 @@ MESHES = {
 def folder(model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mesh")
     save_run(model, folder / "run")
-    (folder / "serve.yaml").write_text(RECIPE)
-    (folder / "in.jsonl").write_text("".join(json.dumps(line(i)) + "\n" for i in range(20)) + "{oops\n")
+    write_recipe(folder / "serve.yaml", score_prompts=True)
+    (folder / "in.jsonl").write_text("".join(json.dumps(line(i)) + "\n" for i in range(14)) + "{oops\n")
     return folder
 
 
 def line(index: int) -> dict:
     """Most share a beginning; there are choices, penalties, a chat, a prompt that is scored, one that is too long."""
-    body = {"prompt": [*range(40), *range(index % 7), index], "max_tokens": 10 + index, "seed": index, "logprobs": 1}
+    body = {"prompt": [*range(40), *range(index % 7), index], "max_tokens": 6 + index, "seed": index, "logprobs": 1}
     url = "/v1/completions"
     if index == 3:
-        url, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "none"}
+        url, messages = "/v1/chat/completions", [{"role": "user", "content": "x"}]
+        body = {"messages": messages, "reasoning_effort": "none", "max_tokens": 20}
     body |= {"n": 3} if index == 5 else {}
     body |= {"frequency_penalty": 1.0, "logit_bias": {"7": 4}} if index == 6 else {}
     body |= {"echo": True} if index == 7 else {}
-    body |= {"prompt": [1] * 200} if index == 8 else {}
+    body |= {"prompt": [1] * 2000} if index == 8 else {}
     return {"custom_id": f"id{index}", "method": "POST", "url": url, "body": body}
 
 
@@ -88,8 +91,10 @@ def results(folder: Path, output: str) -> dict[str, tuple[dict, list[float], int
 
 
 @pytest.fixture(scope="module")
-def expected(root: Path, folder: Path) -> dict:
-    finish(start(root, folder, "one.jsonl", 1))
+def expected(folder: Path) -> dict:
+    """The answers of one device, by programs of other shapes."""
+    paths = Paths(checkpoint=folder / "run", input=folder / "in.jsonl", output=folder / "one.jsonl")
+    assert serve(load_run(ServeRun, folder / "serve.yaml"), paths) == 0
     return results(folder, "one.jsonl")
 
 

@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.serve.sampler import History, Sampled, Sampling, SamplingRows, all_allowed, row_keys, sample, token_bits
+from k3jax.serve.sampler import (
+    History,
+    Sampled,
+    Sampling,
+    SamplingRows,
+    _filtered,
+    all_allowed,
+    row_keys,
+    sample,
+    token_bits,
+)
 
 RNG = np.random.default_rng(0)
 LOGITS = np.log(np.asarray([0.4, 0.3, 0.15, 0.1, 0.05], np.float32)) + 3.0
@@ -72,6 +82,23 @@ def test_draws_follow_the_filtered_distribution(sampling: dict, expected: list[f
     found = frequencies(sampling)
     np.testing.assert_allclose(found, expected, atol=0.03)
     assert not found[np.asarray(expected) == 0].any()
+
+
+@pytest.mark.parametrize("step", [0.0, 1.0], ids=["all different", "many equal"])
+@pytest.mark.parametrize("top_k", [0, 1, 7, 400])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3, 1e-6])
+def test_filters_keep_what_a_sort_would_keep(top_p: float, top_k: int, step: float) -> None:
+    logits = np.random.default_rng(1).normal(0, 2, (6, 300)).astype(np.float32)
+    logits = np.round(logits / step) * step if step else logits  # zeros of either sign among them
+    logits[:, ::4] = -np.inf
+    rows = SamplingRows.of([Sampling(temperature=1.0, top_p=top_p, top_k=top_k)] * 6)
+    found = np.isfinite(_filtered(jnp.asarray(logits), rows))
+    for row, kept in zip(logits.astype(np.float64), found, strict=True):
+        order = np.lexsort((np.arange(300), -row))[: top_k or 300]
+        weights = np.exp(row[order] - row[order].max())
+        before = np.cumsum(weights) - weights
+        expected = order[(before < top_p * weights.sum()) & (weights > 0)]
+        assert set(np.flatnonzero(kept)) == set(expected)
 
 
 def test_a_row_draws_the_same_whatever_the_other_rows_do() -> None:

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.conftest import save_run
-
-RECIPE = "slots: 3\nmax_context: 96\nprefill_chunk: 8\nmax_top_logprobs: 4\n"
+from tests.serve.conftest import save_run, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -20,18 +18,21 @@ def folder(model, tmp_path_factory) -> Path:
     """A folder with a run's checkpoint, a recipe and a batch."""
     folder = tmp_path_factory.mktemp("serve")
     save_run(model, folder / "run")
-    (folder / "serve.yaml").write_text(RECIPE)
-    (folder / "in.jsonl").write_text("".join(request(i) for i in range(60)))
+    write_recipe(folder / "serve.yaml")
+    (folder / "in.jsonl").write_text("".join(request(i) for i in range(30)))
     (folder / "twice.jsonl").write_text(request(1) * 2)
     return folder
 
 
 def request(index: int) -> str:
-    """Every seventh line is a chat, which fills the context; others differ in prompt, penalties and choices."""
+    """Every seventh line is a chat; others differ in prompt, penalties and choices."""
     url, body = "/v1/completions", {"prompt": [1 + index % 50, *range(index % 20)], "max_tokens": 70, "logprobs": 1}
     if index % 7 == 3:
         user = {"role": "user", "content": f"{index}"}
-        url, body = "/v1/chat/completions", {"messages": [user], "reasoning_effort": "none", "logprobs": True}
+        url, body = (
+            "/v1/chat/completions",
+            {"messages": [user], "reasoning_effort": "none", "logprobs": True, "max_tokens": 70},
+        )
     body |= {"frequency_penalty": 0.5, "logit_bias": {"7": 3}} if index % 5 == 1 else {}
     body |= {"n": 2} if index % 11 == 1 else {}
     line = {"custom_id": f"id{index}", "method": "POST", "url": url, "body": {"temperature": 1.0, **body}}
@@ -61,7 +62,21 @@ def wait_for_lines(process: subprocess.Popen, path: Path, count: int) -> None:
         time.sleep(0.02)
 
 
-def test_signals_lose_nothing_and_change_no_answer(root: Path, folder: Path) -> None:
+@pytest.fixture
+def main(root: Path, monkeypatch):
+    """`serve.py`'s main with a command line."""
+    spec = importlib.util.spec_from_file_location("serve_script", root / "serve.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["serve.py", *arguments])
+        return module.main()
+
+    return run
+
+
+def test_signals_lose_nothing_and_change_no_answer(root: Path, folder: Path, main) -> None:
     out = folder / "out.jsonl"
     terminated = start(root, arguments(folder))
     wait_for_lines(terminated, out, 2)
@@ -77,26 +92,12 @@ def test_signals_lose_nothing_and_change_no_answer(root: Path, folder: Path) -> 
     with out.open("ab") as file:
         file.write(b'{"id": "batch_req_00')
 
-    for output in ("out.jsonl", "uninterrupted.jsonl"):
-        run = start(root, arguments(folder, output=output))
-        assert run.wait(240) == 0, run.stderr.read()
+    resumed = start(root, arguments(folder))
+    assert resumed.wait(240) == 0, resumed.stderr.read()
+    assert main(*arguments(folder, output="uninterrupted.jsonl")) == 0
     assert out.read_bytes().startswith(first)
     assert choices(out) == choices(folder / "uninterrupted.jsonl")
-    assert len(choices(out)) == 60
-
-
-@pytest.fixture
-def main(root: Path, monkeypatch):
-    """`serve.py`'s main with a command line."""
-    spec = importlib.util.spec_from_file_location("serve_script", root / "serve.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-    def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["serve.py", *arguments])
-        return module.main()
-
-    return run
+    assert len(choices(out)) == 30
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def main(root: Path, monkeypatch):
         ({}, ["slot=4"], "command line: unknown key slot; did you mean slots?"),
         ({}, ["slots=many"], "command line: slots"),
         ({}, ["slots=0"], "slots = 0: must be at least 1"),
-        ({}, ["max_context=300"], "max_context = 300: the model's is 256"),
+        ({}, ["max_context=2000"], "max_context = 2000: the model's is 1024"),
         ({}, ["mesh.fsdp=2"], "mesh.fsdp = 2: serving has no use for this axis; it must be 1"),
         ({}, ["mesh.data=2"], "mesh = data 2 = 2 devices, but there are 1"),
         ({"input": "none.jsonl"}, [], "none.jsonl: cannot be read (No such file or directory)"),
@@ -146,8 +147,10 @@ def test_a_rerun_with_another_recipe_is_refused_before_anything_is_written(main,
     assert main(*arguments(folder, output="kept.jsonl")) == 75
     kept = (folder / "kept.jsonl").read_bytes()
     capsys.readouterr()
-    assert main(*arguments(folder, output="kept.jsonl"), "max_context=95") == 2
-    assert "kept.jsonl: its results were made with max_context = 96, now 95; name another" in capsys.readouterr().err
+    assert main(*arguments(folder, output="kept.jsonl"), "max_context=1023") == 2
+    assert (
+        "kept.jsonl: its results were made with max_context = 1024, now 1023; name another" in capsys.readouterr().err
+    )
     assert (folder / "kept.jsonl").read_bytes() == kept
 
 

@@ -272,6 +272,20 @@ def test_an_unwritable_run_dir_is_one_line_and_exit_2(recipe, root, tmp_path):
     assert "run_dir" in stderr and "cannot be written" in stderr
 
 
+def test_a_disk_without_room_is_named_and_exit_2_and_the_run_goes_on_where_there_is_room(recipe, root, tmp_path):
+    """Files may not grow beyond 100 KiB: those of a checkpoint do."""
+    options = (f"run_dir={tmp_path / 'run'}", "steps=3", "checkpoint_every=2", "eval_every=0")
+    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "-", *command(recipe, *options)]
+    done = subprocess.run(limited, cwd=root, check=False, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    message = done.stderr.splitlines()[-1]  # threads of Orbax may have printed before
+    assert re.match(r"train.py: run_dir = .*: a checkpoint could not be written \(File too large\)", message)
+    assert list_steps(tmp_path / "run/checkpoints") == []
+    again = subprocess.run(command(recipe, *options), cwd=root, check=False, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert list_steps(tmp_path / "run/checkpoints") == [2, 3]
+
+
 def test_a_typo_is_one_line_and_exit_2(recipe, root, tmp_path):
     code, stderr = complete(recipe, root, tmp_path / "run", "data.seqlen=3")
     assert (code, len(stderr.splitlines())) == (2, 1)

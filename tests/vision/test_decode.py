@@ -94,8 +94,10 @@ def test_the_size_is_that_before_resizing() -> None:
 
 
 def test_a_missing_file_and_a_wrong_extension(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match="No such file"):
+    with pytest.raises(ImageError, match=r"\(No such file or directory\)$"):
         open_image(tmp_path / "none.png")
+    with pytest.raises(ImageError, match="not a file: a folder, a pipe or a device"):
+        open_image(tmp_path)
     path = tmp_path / "picture.jpg"
     path.write_bytes(file_of(NOISE))
     np.testing.assert_array_equal(np.asarray(open_image(path)), np.asarray(NOISE))
