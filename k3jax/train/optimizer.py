@@ -216,7 +216,7 @@ def newton_schulz(
     def iterate(x: Float[Array, "n small large"]) -> Float[Array, "n small large"]:
         x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
         x = (x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)).astype(dtype)
-        return jax.lax.fori_loop(0, steps, lambda _, x: step(x), x)  # unrolled, it is half the compile of K3's training
+        return jax.lax.fori_loop(0, steps, lambda _, x: step(x), x)  # unrolled, K3 compiles for minutes more
 
     pieces = -(-matrices.size // AT_A_TIME)
     pieces = next((k for k in range(pieces, len(matrices) + 1) if len(matrices) % k == 0), 1)

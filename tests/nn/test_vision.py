@@ -256,7 +256,7 @@ def test_images_of_several_rows_go_where_they_belong(whole: Transformer) -> None
     rows = [text_of([1], 2, [3], 2, [9], length=24), text_of([4, 5], 12, [6], length=24)]
     together = whole(np.stack(rows), **pixels_of(first, second, third))
     alone = whole(rows[1][None], **pixels_of(third))
-    np.testing.assert_allclose(together[1], alone[0], atol=2e-5)
+    np.testing.assert_allclose(together[1], alone[0], atol=1e-4)  # logits of about 6, other shapes
     swapped = whole(np.stack(rows), **pixels_of(second, first, third))
     np.testing.assert_allclose(swapped[1], together[1], atol=2e-5)
     np.testing.assert_allclose(swapped[0, 0], together[0, 0], atol=2e-5)

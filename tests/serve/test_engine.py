@@ -7,9 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from k3jax.config import ServeRun
+from k3jax.nn.transformer import Transformer
+from k3jax.quant.qat import quantize_experts
 from k3jax.serve.engine import Chunk, Engine
+from k3jax.serve.run import Loaded
 from k3jax.serve.sampler import Sampling, token_bits
 from k3jax.serve.scheduler import Event, Request, Scheduler
+from tests.serve.conftest import BYTES, RECIPE, random_model
 
 LENGTHS = (1, 7, 8, 9, 16, 17, 40, 90)  # around one and two chunks of 8, and many
 
@@ -60,7 +65,7 @@ def test_greedy_tokens_equal_generate(engine, model) -> None:
     assert list(tokens(run(engine, submitted)).values()) == expected.tolist()
 
 
-def test_logprobs_and_greedy_choices_equal_the_full_forward_pass(engine, model) -> None:
+def check_against_the_full_forward_pass(engine: Engine, model: Transformer) -> None:
     submitted = requests(temperature=0.0, top_logprobs=3)
     events = run(engine, submitted)
     logits = full_forward(model, [[*r.prompt, *tokens(events)[r.key]] for r in submitted])
@@ -74,6 +79,17 @@ def test_logprobs_and_greedy_choices_equal_the_full_forward_pass(engine, model) 
             np.testing.assert_allclose(
                 [value for _, value in event.logprobs.top], np.sort(expected)[::-1][:3], atol=1e-4
             )
+
+
+def test_logprobs_and_greedy_choices_equal_the_full_forward_pass(engine, model) -> None:
+    check_against_the_full_forward_pass(engine, model)
+
+
+def test_mxfp4_experts_are_served_as_the_full_forward_pass_has_them(config) -> None:
+    wide = dataclasses.replace(config, moe=dataclasses.replace(config.moe, latent_width=32))  # whole blocks of MXFP4
+    model = quantize_experts(random_model(wide, 1))
+    jobs = Loaded(run=ServeRun(**RECIPE), model=model, tokenizer=BYTES).jobs(lambda _: None)
+    check_against_the_full_forward_pass(jobs.scheduler._device, model)
 
 
 def test_draws_do_not_depend_on_batch_mates_order_or_slots(engine) -> None:
