@@ -230,7 +230,7 @@ def test_a_client_that_leaves_before_a_whole_answer_ends_its_request(server: Ser
         (b"{oops", "invalid_json", "not JSON: Expecting property name"),
         (b'{"prompt": NaN}', "invalid_json", "NaN is not JSON"),
         (b"\xff", "invalid_json", "not JSON"),
-        (b"[" * 5000, "invalid_json", "nested too deeply"),
+        (b"[" * 5000, "invalid_json", "nested deeper than 200 levels"),
         (b"[]", "invalid_request", "body must be a JSON object, not a list"),
         ({}, "invalid_request", "prompt is missing"),
         ({"prompt": "x", "stream": 1}, "invalid_request", "stream = 1: must be true or false"),
