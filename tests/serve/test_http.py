@@ -283,6 +283,17 @@ def test_a_body_that_does_not_come_is_given_up_and_its_seat_is_free(server: Serv
         assert "did not come within 0.2 s" in error["message"]
 
 
+def test_a_client_that_leaves_amid_its_body_is_no_failure(server: Server, caplog) -> None:
+    count = f'k3jax_requests_total{{endpoint="{COMPLETIONS}",status="499"}}'
+    left = lambda: re.findall(rf"^{re.escape(count)} (\S+)$", server.ask("GET", "/metrics")[1], re.MULTILINE)  # noqa: E731
+    before = left()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        client.sendall(head.encode() + b'{"prompt": ')
+    until(lambda: left() != before)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("key", ["", "wrong", "a-key-and-more", "a-ke", "\xe9"])
 def test_without_a_key_nothing_is_served(server: Server, key: str) -> None:
     for method, path in (("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/v1/models")):
