@@ -391,8 +391,10 @@ def _accepts(port: int) -> bool:
     ("options", "message"),
     [
         (["--checkpoint", "none"], "--checkpoint none: no such directory"),
-        (["--queue", "-1"], "--queue -1: must be at least 0"),
-        (["--max-body-mib", "0"], "--max-body-mib 0.0: must be at least 0.001"),
+        (["--queue", "-1"], "--queue -1: must be a number of at least 0"),
+        (["--max-body-mib", "0"], "--max-body-mib 0.0: must be a number of at least 0.001"),
+        (["--max-body-mib", "nan"], "--max-body-mib nan: must be a number of at least 0.001"),
+        (["--max-body-mib", "inf"], "--max-body-mib inf: must be a number of at least 0.001"),
         (["--api-key-file", "EMPTY"], "holds no key"),
         (["--api-key-file", "none"], "--api-key-file none: cannot be read"),
         (["--host", "256.0.0.1"], "--host 256.0.0.1 --port 0: cannot listen there"),
