@@ -31,16 +31,17 @@ def check_run_dir(run: TrainRun) -> None:
         raise ConfigError(f"run_dir = {run_dir}: cannot be written ({nearest} is not a folder that can be)")
     saved = run_dir / CONFIG_FILE
     if list_steps(run_dir / CHECKPOINTS) and saved.exists():
-        _check_same_run(flat(_read_config(saved)), flat(yaml.safe_load(to_yaml(run))), run)
+        _check_same_run(flat(read_config(saved)), flat(yaml.safe_load(to_yaml(run))), run)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
+    """The config that a run began with, as written in its folder. Raises `ConfigError`."""
     try:
         config = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         config = None
     if not isinstance(config, dict):
-        raise ConfigError(f"run_dir: {path} is damaged; remove it to continue the run without comparing configs")
+        raise ConfigError(f"run_dir: {path} is damaged; without it, the run continues and nothing is compared")
     return config
 
 
