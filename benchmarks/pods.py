@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import PAGE, replace_section
+from k3jax.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "docs" / "pods.json"
@@ -217,7 +218,7 @@ def _compile_one(row: Row) -> bool:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             record = pool.submit(measure, row).result()
     except Exception as error:  # whatever the compiler raises, or its death, is this row's alone
-        print(f"{row.name}: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        print(f"{row.name}: {type(error).__name__}: {str(error).partition(chr(10))[0]}", file=sys.stderr, flush=True)
         return False
     keep_record(row.name, record)
     compiled = record["compiled"]
@@ -232,12 +233,12 @@ def _chosen(names: str | None) -> list[Row]:
     by_name = {row.name: row for row in ROWS}
     unknown = next((name for name in names.split(",") if name not in by_name), None)
     if unknown is not None:
-        raise SystemExit(f"benchmarks.pods: --rows {unknown}: one of {', '.join(by_name)}")
+        raise ConfigError(f"--rows {unknown}: one of {', '.join(by_name)}")
     return [by_name[name] for name in names.split(",")]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile the rows that are asked for; 1 where one failed."""
+    """Compile the rows that are asked for; 1 where one failed, 2 for a mistake in the call."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pods", description=__doc__)
     parser.add_argument("--rows", metavar="NAME,...", help=", ".join(row.name for row in ROWS))
     parser.add_argument("--table", action="store_true", help="compile nothing: write the page from the records")
@@ -247,7 +248,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.table:
         write_page(read_records())
         return 0
-    rows = _chosen(options.rows)
+    try:
+        rows = _chosen(options.rows)
+    except ConfigError as error:
+        print(f"benchmarks.pods: {error}", file=sys.stderr)
+        return 2
     print(f"{len(rows)} to compile: {', '.join(row.name for row in rows) or 'all are up to date'}", flush=True)
     done = []
     for number, row in enumerate(rows, 1):

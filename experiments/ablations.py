@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3jax.config import TrainRun, load_run
+from k3jax.config import ConfigError, TrainRun, load_run
 from k3jax.data import Batch, BatchIterator, load_corpus
 from k3jax.nn.attn_res import Mix
 from k3jax.nn.layer import Layer
@@ -173,13 +173,20 @@ def read_rows(paths: list[Path]) -> list[dict[str, Any]]:
     A later try of an arm and seed takes the place of an earlier one.
     """
     rows: dict[tuple[str, int], dict[str, Any]] = {}
-    for record in (json.loads(line) for path in paths for line in path.read_text().splitlines()):
+    for record in (record for path in paths for record in _read_records(path)):
         key, point = (record["arm"], record["seed"]), record.pop("point", None)
         row = rows.get(key, {"curve": []})
         if point and row["curve"] and row["curve"][-1]["step"] >= point["step"]:
             row = {"curve": []}
         rows[key] = row | record | ({"curve": [*row["curve"], point]} if point else {})
     return list(rows.values())
+
+
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as records ({error})") from error
 
 
 def report(paths: list[Path]) -> None:
@@ -190,7 +197,7 @@ def report(paths: list[Path]) -> None:
         if row not in ended:
             print(f"{row['arm']} {row['seed']}: not ended, step {row['curve'][-1]['step']} of {row['steps']}")
     if not any(row["arm"] == "full" for row in ended):
-        sys.exit("report: no run of the arm `full` has ended, and all others are compared with it")
+        raise ConfigError("--report: no run of the arm `full` has ended, and all others are compared with it")
     _print_table(ended)
     _draw({name: [row["curve"] for row in rows if row["arm"] == name] for name in ARMS})
 
@@ -204,7 +211,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     for name in [name for name in ARMS if any(row["arm"] == name for row in rows)]:
         runs = [row for row in rows if row["arm"] == name]
         nats = [run["held_out"] for run in runs]
-        load = max(point["max_load"] for run in runs for point in run["curve"][-len(run["curve"]) // 10 :])
+        last = [point["max_load"] for run in runs for point in run["curve"][-len(run["curve"]) // 10 :]]
+        load = max(last, default=np.nan)  # a run of fewer than `EVERY` steps has no point
         seeds = ", ".join(f"{value:.4f}" for value in nats)
         speed = np.mean([run["tokens_per_s"] for run in runs])
         print(f"| {name} | {seeds} | {np.mean(nats):.4f} | {np.mean(nats) - full:+.4f} | {load:.2f} | {speed:,.0f} |")
@@ -237,25 +245,50 @@ def _mean_curve(curves: list[list[dict[str, float]]]) -> dict[str, np.ndarray]:
     return {key: np.array([np.mean([p[key] for p in at]) for at in points]) for key in ("step", "loss", "max_load")}
 
 
-def main() -> None:
-    """Run arms one after the other, each record a line as soon as it is known, or report."""
+def _arms(text: str) -> list[str]:
+    unknown = next((name for name in text.split(",") if name not in ARMS), None)
+    if unknown is not None:
+        raise argparse.ArgumentTypeError(f"{unknown}: one of {', '.join(ARMS)}")
+    return text.split(",")
+
+
+def _seeds(text: str) -> list[int]:
+    if not all(seed.isdecimal() for seed in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text}: whole numbers with commas between them")
+    return [int(seed) for seed in text.split(",")]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run arms one after the other, each record a line as soon as it is known, or report; 2 where it cannot."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, nargs="+")
     parser.add_argument("--report", action="store_true")
-    parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--arms", type=_arms, default=list(ARMS), metavar="NAME,...")
+    parser.add_argument("--seeds", type=_seeds, default=[0, 1], metavar="N,...")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    options = parser.parse_args()
-    if options.report:
-        report(options.out)
-        return
-    for seed in map(int, options.seeds.split(",")):
-        for name in options.arms.split(","):
+    options = parser.parse_args(arguments)
+    try:
+        if options.report:
+            report(options.out)
+        else:
+            _train_all(options)
+    except ConfigError as error:
+        print(f"experiments.ablations: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _train_all(options: argparse.Namespace) -> None:
+    path: Path = options.out[0]
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path}: a file in a folder that exists is needed")
+    for seed in options.seeds:
+        for name in options.arms:
             for record in train(name, seed, options.set):
-                with options.out[0].open("a") as out:  # closed at once: a run that is cut off keeps what it knew
+                with path.open("a") as out:  # closed at once: a run that is cut off keeps what it knew
                     out.write(json.dumps(record) + "\n")
             print(record, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

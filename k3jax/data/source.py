@@ -27,6 +27,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from k3jax.config import ConfigError
+from k3jax.text import strict_json
 
 PYTHON_STDLIB = "python_stdlib"
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
@@ -262,9 +263,11 @@ def _read(path: Path, count: int = -1) -> bytes:
 
 def _record(line: bytes, place: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        text = line.decode("utf-8-sig")
+        strict_json.check_depth(text)
+        record = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"data.source: {place} is not JSON") from error
+        raise ConfigError(f"data.source: {place} is not JSON ({error})") from error
     return record if isinstance(record, dict) else {}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -90,6 +91,8 @@ class App:
             return _reply(error_body(error, status=400), 400)
         except HTTPException as error:
             return _http_error(request, error)
+        except ClientDisconnect:  # amid its body
+            return Response(status_code=CLIENT_LEFT)
         finally:
             if not keep:
                 ticket.close()

@@ -73,8 +73,8 @@ def serve(run: ServeRun, args: argparse.Namespace) -> int:
     """Load, compile, listen, and answer until a signal; returns the exit code. Raises `ConfigError`."""
     check_recipe(run)
     for name, value, low in (("--queue", args.queue, 0), ("--max-body-mib", args.max_body_mib, 0.001)):
-        if value < low:
-            raise ConfigError(f"{name} {value}: must be at least {low}")
+        if not low <= value < float("inf"):
+            raise ConfigError(f"{name} {value}: must be a number of at least {low}")
     if not 0 <= args.port < 2**16:
         raise ConfigError(f"--port {args.port}: must be from 0 to 65535")
     keys, place = read_keys(args.api_key_file), listener(args.host, args.port if is_first() else 0)

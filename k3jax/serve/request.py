@@ -26,7 +26,7 @@ from k3jax.serve.fields import (
 )
 from k3jax.serve.sampler import MAX_BIAS, Sampling
 from k3jax.serve.scheduler import Request
-from k3jax.text import Tokenizer
+from k3jax.text import Tokenizer, strict_json
 from k3jax.vision import Prepared
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -97,10 +97,11 @@ def parse_line(raw: bytes) -> Line:
 def parse_json(raw: bytes, what: str, *, code: str) -> Any:
     """The value of strict JSON. Raises `RequestError` with this code where it is not `what`."""
     try:
-        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else "nested too deeply"
-        raise RequestError(f"not {what}: {reason}", code=code) from error
+        decoded = raw.decode("utf-8")
+        strict_json.check_depth(decoded)  # whatever reads the value, or shows it in a message, recurses
+        return json.loads(decoded, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise RequestError(f"not {what}: {error}", code=code) from error
 
 
 def body_of(line: Line) -> dict[str, Any]:

@@ -173,6 +173,7 @@ class OutputFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            self._created = False  # whoever holds the lock was first
             raise ConfigError(f"--output {self.path}: another process is writing it") from error
 
     def _resume(self) -> None:

@@ -13,12 +13,14 @@ _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 
 def loads(text: str) -> Any:
     """The value of a JSON text. Raises ValueError, also for NaN, an infinite number or a deeper nesting than 200."""
-    if text.count("[") + text.count("{") > MAX_DEPTH:
-        _check_depth(text)
+    check_depth(text)
     return json.loads(text, parse_constant=_refuse, parse_float=_finite)
 
 
-def _check_depth(text: str) -> None:
+def check_depth(text: str) -> None:
+    """Raises ValueError for JSON nested deeper than 200 levels."""
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
+        return
     depth = 0
     for match in _BRACKETS.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(match.group(), 0)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 from jaxtyping import Array, PRNGKeyArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from k3jax.checkpoint.arrays import ArrayTree
@@ -146,7 +146,7 @@ def main() -> int:
     try:
         adapters = adapters_of_run(options.run_dir)
         save_adapters(options.out, adapters)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OSError, SafetensorError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{options.out}: adapters of {len(adapters)} weights")

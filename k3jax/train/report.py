@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from jaxtyping import Float
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -27,7 +26,7 @@ from matplotlib.ticker import MaxNLocator
 from k3jax.checkpoint.orbax_io import CHECKPOINTS, WEIGHTS, list_steps
 from k3jax.train.goodput import GOODPUT_FILE, PHASES, STEP
 from k3jax.train.metrics import BOARD, LOG_FILE, read_metrics
-from k3jax.train.run_dir import CONFIG_FILE, flat
+from k3jax.train.run_dir import CONFIG_FILE, flat, read_config
 
 PAGE = "report.html"
 READ_BYTES = 4 * 2**30  # of weights that a report reads
@@ -60,7 +59,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     """Write the page of a run and return its path; raises `ValueError` where the folder holds no run."""
     if not (run_dir / CONFIG_FILE).exists():
         raise ValueError(f"{run_dir} holds no run: {CONFIG_FILE} is missing")
-    config, records = yaml.safe_load((run_dir / CONFIG_FILE).read_text()), read_metrics(run_dir)
+    config, records = read_config(run_dir / CONFIG_FILE), read_metrics(run_dir)
     figures = [figure for plot in PLOTS if (figure := _plot(records, *plot))]
     parts = [
         f"<h1>{html.escape(run_dir.resolve().name)}</h1>",
@@ -213,7 +212,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         print(write_report(options.run, options.out))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
     return 0

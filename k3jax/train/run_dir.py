@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,18 @@ def check_run_dir(run: TrainRun) -> None:
         raise ConfigError(f"run_dir = {run_dir}: cannot be written ({nearest} is not a folder that can be)")
     saved = run_dir / CONFIG_FILE
     if list_steps(run_dir / CHECKPOINTS) and saved.exists():
-        _check_same_run(flat(yaml.safe_load(saved.read_text())), flat(yaml.safe_load(to_yaml(run))), run)
+        _check_same_run(flat(read_config(saved)), flat(yaml.safe_load(to_yaml(run))), run)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config that a run began with, as written in its folder. Raises `ConfigError`."""
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        config = None
+    if not isinstance(config, dict):
+        raise ConfigError(f"run_dir: {path} is damaged; without it, the run continues and nothing is compared")
+    return config
 
 
 def open_run_dir(run: TrainRun) -> Path:
@@ -38,7 +50,9 @@ def open_run_dir(run: TrainRun) -> Path:
     run_dir = Path(run.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / CONFIG_FILE).write_text(to_yaml(run))
+        scratch = run_dir / f".{CONFIG_FILE}.{uuid.uuid4().hex}"  # each process writes the same, whole at any moment
+        scratch.write_text(to_yaml(run))
+        scratch.replace(run_dir / CONFIG_FILE)
     except OSError as error:
         raise ConfigError(f"run_dir = {run_dir}: cannot be written ({error.strerror})") from error
     return run_dir

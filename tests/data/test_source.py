@@ -158,6 +158,7 @@ def test_nothing_found_is_one_clear_line(tmp_path):
     ("line", "message"),
     [
         ("{", "line 2 is not JSON"),
+        ("[" * 5000 + "]" * 5000, "line 2 is not JSON .nested deeper than 200 levels"),
         ("[1]", "line 2 has neither text"),
         ('{"text": 3}', "line 2 has neither text under 'text' .data.text_key. nor messages"),
     ],

@@ -9,7 +9,7 @@ import pytest
 
 from experiments import ablations
 from experiments.ablations import ARMS, SIBLING, PlainTransformer, _whole, no_balancing, sign_rule
-from k3jax.config import TrainRun, load_model_config, load_run
+from k3jax.config import ConfigError, TrainRun, load_model_config, load_run
 from k3jax.nn.param import is_variable, split_model
 from k3jax.nn.transformer import Transformer
 from k3jax.train.optimizer import MATRICES, make_optimizer, matrix_spec
@@ -107,8 +107,34 @@ def test_a_report_names_arms_that_have_not_ended_and_draws_them(tmp_path, monkey
 
 
 def test_a_report_without_the_arm_that_others_are_compared_with_says_so(tmp_path):
-    with pytest.raises(SystemExit, match="no run of the arm `full` has ended"):
+    with pytest.raises(ConfigError, match="no run of the arm `full` has ended"):
         ablations.report([written(tmp_path / "out", point("full", 10, 2.0))])
+
+
+def test_a_run_too_short_for_a_point_is_reported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ablations, "PICTURE", tmp_path / "picture.png")
+    assert ablations.main([str(written(tmp_path / "out", whole("full", 1.0))), "--report"]) == 0
+    assert "| full | 1.0000 | 1.0000 | +0.0000 | nan | 100 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["OUT", "--arms", "ful"], "--arms: ful: one of full, no_attn_res,"),
+        (["OUT", "--seeds", "a"], "--seeds: a: whole numbers with commas"),
+        (["OUT", "--arms", "full", "--set", "stpes=3"], "stpes"),
+        (["MISSING/OUT", "--arms", "full"], "a file in a folder that exists is needed"),
+        (["MISSING", "--report"], "cannot be read as records"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = ablations.main(arguments)
+    except SystemExit as error:
+        code = error.code
+    assert code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_try_of_an_arm_takes_the_place_of_the_first(tmp_path):

@@ -222,6 +222,15 @@ def test_a_file_that_is_no_result_is_left_alone(tmp_path, content: bytes) -> Non
     assert path.read_bytes() == content
 
 
+def test_of_two_runs_that_begin_together_the_second_leaves_the_firsts_output(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "out.jsonl"
+    with OutputFile(path):
+        monkeypatch.setattr(Path, "exists", lambda self: False)  # as the second saw it
+        with pytest.raises(ConfigError, match="another process is writing it"):
+            OutputFile(path)
+        assert path.is_file()
+
+
 def test_two_runs_cannot_write_one_output(tmp_path) -> None:
     with OutputFile(tmp_path / "out.jsonl"), pytest.raises(ConfigError, match="another process is writing it"):
         OutputFile(tmp_path / "out.jsonl")

@@ -230,7 +230,7 @@ def test_a_client_that_leaves_before_a_whole_answer_ends_its_request(server: Ser
         (b"{oops", "invalid_json", "not JSON: Expecting property name"),
         (b'{"prompt": NaN}', "invalid_json", "NaN is not JSON"),
         (b"\xff", "invalid_json", "not JSON"),
-        (b"[" * 5000, "invalid_json", "nested too deeply"),
+        (b"[" * 5000, "invalid_json", "nested deeper than 200 levels"),
         (b"[]", "invalid_request", "body must be a JSON object, not a list"),
         ({}, "invalid_request", "prompt is missing"),
         ({"prompt": "x", "stream": 1}, "invalid_request", "stream = 1: must be true or false"),
@@ -281,6 +281,17 @@ def test_a_body_that_does_not_come_is_given_up_and_its_seat_is_free(server: Serv
             error = json.loads(answer.read())["error"]
         assert (answer.status, error["code"]) == (408, "request_timeout")
         assert "did not come within 0.2 s" in error["message"]
+
+
+def test_a_client_that_leaves_amid_its_body_is_no_failure(server: Server, caplog) -> None:
+    count = f'k3jax_requests_total{{endpoint="{COMPLETIONS}",status="499"}}'
+    left = lambda: re.findall(rf"^{re.escape(count)} (\S+)$", server.ask("GET", "/metrics")[1], re.MULTILINE)  # noqa: E731
+    before = left()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        client.sendall(head.encode() + b'{"prompt": ')
+    until(lambda: left() != before)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("key", ["", "wrong", "a-key-and-more", "a-ke", "\xe9"])
@@ -380,8 +391,10 @@ def _accepts(port: int) -> bool:
     ("options", "message"),
     [
         (["--checkpoint", "none"], "--checkpoint none: no such directory"),
-        (["--queue", "-1"], "--queue -1: must be at least 0"),
-        (["--max-body-mib", "0"], "--max-body-mib 0.0: must be at least 0.001"),
+        (["--queue", "-1"], "--queue -1: must be a number of at least 0"),
+        (["--max-body-mib", "0"], "--max-body-mib 0.0: must be a number of at least 0.001"),
+        (["--max-body-mib", "nan"], "--max-body-mib nan: must be a number of at least 0.001"),
+        (["--max-body-mib", "inf"], "--max-body-mib inf: must be a number of at least 0.001"),
         (["--api-key-file", "EMPTY"], "holds no key"),
         (["--api-key-file", "none"], "--api-key-file none: cannot be read"),
         (["--host", "256.0.0.1"], "--host 256.0.0.1 --port 0: cannot listen there"),

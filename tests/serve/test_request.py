@@ -183,6 +183,7 @@ def test_a_bad_url_or_method_is_refused_by_name(line: dict, message: str) -> Non
         (b"\xff\xfe{}", "invalid_json_line"),
         (b'{"custom_id": "a", "x": NaN}', "invalid_json_line"),
         (b"[" * 100_000, "invalid_json_line"),
+        (b'{"custom_id": "a", "body": ' + b"[" * 300 + b"]" * 300 + b"}", "invalid_json_line"),
         (b'{"custom_id": "a", "x": ' + b"9" * 5000 + b"}", "invalid_json_line"),
         (b"[1]", "invalid_json_line"),
         (b"null", "invalid_json_line"),

@@ -12,8 +12,10 @@ import pytest
 import k3jax
 from k3jax.checkpoint.orbax_io import OPTIMIZER, WEIGHTS, Checkpoints, find_step, named_leaves, stored_leaves
 from k3jax.config import CONFIG_DIR, ConfigError, DataConfig, LoraConfig, TrainRun, load_model_config, load_run
+from k3jax.train import lora
 from k3jax.train.loop import train
 from k3jax.train.lora import load_adapters, merged
+from k3jax.train.run_dir import check_run_dir
 from k3jax.train.start import Setting, start_state
 
 SIZES = ["width=32", "dense_width=48", "num_layers=2", "mla_layers=[1]", "attn_res_block=2", "moe.num_experts=4"]
@@ -100,6 +102,13 @@ def test_a_run_without_adapters_has_none_to_write(mtp_run, root, tmp_path):
     assert done.returncode == 2 and "lora.rank = 0" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def test_adapters_that_cannot_be_written_get_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(lora, "adapters_of_run", lambda run_dir: {})
+    monkeypatch.setattr(sys, "argv", ["lora", "run", str(tmp_path / "missing" / "x.safetensors")])
+    assert lora.main() == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -115,6 +124,15 @@ def test_a_run_without_adapters_has_none_to_write(mtp_run, root, tmp_path):
 def test_mistakes_in_the_recipe_are_named(root, overrides, message):
     with pytest.raises(ConfigError, match=message):
         load_run(TrainRun, root / "configs/train/tiny_cpu.yaml", overrides)
+
+
+@pytest.mark.parametrize("content", ["", "a: [", "- 1"])
+def test_a_damaged_config_in_a_run_is_told_and_left(tmp_path, content):
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ConfigError, match="is damaged; without it"):
+        check_run_dir(TrainRun(run_dir=str(tmp_path)))
+    assert (tmp_path / "config.yaml").read_text() == content
 
 
 def test_a_stage_is_a_run_with_its_own_rows(root):

@@ -209,6 +209,13 @@ def test_a_report_of_no_run_is_refused(root, tmp_path):
     assert (done.returncode, done.stderr) == (2, f"report: {tmp_path} holds no run: config.yaml is missing\n")
 
 
+def test_a_report_of_a_damaged_run_is_refused(root, tmp_path):
+    (tmp_path / "config.yaml").write_text("a: [")
+    command = [sys.executable, "-m", "k3jax.train.report", str(tmp_path)]
+    done = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True)
+    assert done.returncode == 2 and "config.yaml is damaged" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_stages_warm_up_and_a_trace_in_a_run_that_continues_inside_a_stage(recipe, tmp_path):
     stages = "stages=[{until: 0.5, seq_len: 16, batch_size: 4, accumulate: 1}, {seq_len: 32, batch_size: 2}]"
     small = ["model.num_layers=2", "model.mla_layers=[1]", "steps=6", "checkpoint_every=1", "eval_every=0"]
