@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CheckpointError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk, a folder without permission
+        print(f"error: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return 2
     return code
 
 

@@ -42,9 +42,15 @@ def train(run: TrainRun) -> int:
     for stage in stages:
         display.message(f"data: {stage.corpus}")
 
-    # ---- the run's folder, and its state as an earlier process left it or new ---------------------------------------
-    run_dir = open_run_dir(run)
-    display.keep(run_dir)
+    with open_run_dir(run, alone=is_main) as run_dir:
+        display.keep(run_dir)
+        return _train(run, run_dir, setting, stages, display, began)
+
+
+def _train(
+    run: TrainRun, run_dir: Path, setting: Setting, stages: list[StageData], display: Display, began: float
+) -> int:
+    # ---- the run's state as an earlier process left it, or new ------------------------------------------------------
     checkpoints = Checkpoints(run_dir, keep=run.keep_checkpoints, keep_every=run.keep_every)
     start = start_state(run, setting, checkpoints)
     goodput = Goodput.of_run(run_dir, step=start.step, since=began)
@@ -61,7 +67,7 @@ def train(run: TrainRun) -> int:
         run_dir=run_dir,
         display=display,
         checkpoints=checkpoints,
-        metrics=MetricsLog(run_dir, last_step=start.step) if is_main else None,
+        metrics=MetricsLog(run_dir, last_step=start.step) if jax.process_index() == 0 else None,
         setting=setting,
         goodput=goodput,
         throughput=Throughput.of_run(run, seconds=goodput.busy),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import uuid
 from collections.abc import Iterator
@@ -41,21 +42,49 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         config = None
     if not isinstance(config, dict):
-        raise ConfigError(f"run_dir: {path} is damaged; without it, the run continues and nothing is compared")
+        raise ConfigError(f"run_dir: {path} is damaged; without it the run continues with today's config, unchecked")
     return config
 
 
-def open_run_dir(run: TrainRun) -> Path:
-    """The folder, made where it is missing, with the run's config in it."""
+@contextmanager
+def open_run_dir(run: TrainRun, *, alone: bool) -> Iterator[Path]:
+    """The folder, made where it is missing, with the run's config in it; no other run's while it is open, if `alone`.
+
+    One process of a run asks to be alone. Raises `ConfigError` where another run has it, or it cannot be written.
+    """
     run_dir = Path(run.run_dir)
-    try:
+    with _writable(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        scratch = run_dir / f".{CONFIG_FILE}.{uuid.uuid4().hex}"  # each process writes the same, whole at any moment
-        scratch.write_text(to_yaml(run))
-        scratch.replace(run_dir / CONFIG_FILE)
+        folder = os.open(run_dir, os.O_RDONLY)
+    try:
+        if alone:
+            _lock(folder, run_dir)
+        with _writable(run_dir):
+            # All processes write the same, whole at any moment.
+            scratch = run_dir / f".{CONFIG_FILE}.{uuid.uuid4().hex}"
+            scratch.write_text(to_yaml(run))
+            scratch.replace(run_dir / CONFIG_FILE)
+        yield run_dir
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _writable(run_dir: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"run_dir = {run_dir}: cannot be written ({error.strerror})") from error
-    return run_dir
+
+
+def _lock(folder: int, run_dir: Path) -> None:
+    """For as long as the folder is open; a file system without locks gives none."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"run_dir = {run_dir}: another process trains there; wait for it, or name another") from error
+    except OSError:
+        pass
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Import and export: every byte arrives, nothing is redone after a kill, and what is not complete does not load."""
 
 import dataclasses
+import errno
 import itertools
 import json
 import os
@@ -418,3 +419,12 @@ def test_a_target_that_is_a_file_is_refused(imported, tmp_path, command, capsys)
     assert main([command, str(source), str(target)]) == 2
     assert f"{target}: cannot be a directory" in capsys.readouterr().err
     assert target.read_text() == "kept"
+
+
+def test_a_disk_without_room_is_one_line_and_exit_2(monkeypatch, capsys, tmp_path):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "x"))
+
+    monkeypatch.setattr("k3jax.checkpoint.importer.import_checkpoint", full)
+    assert main(["import", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}/x: No space left on device\n"

@@ -15,7 +15,7 @@ from k3jax.config import CONFIG_DIR, ConfigError, DataConfig, LoraConfig, TrainR
 from k3jax.train import lora
 from k3jax.train.loop import train
 from k3jax.train.lora import load_adapters, merged
-from k3jax.train.run_dir import check_run_dir
+from k3jax.train.run_dir import check_run_dir, open_run_dir
 from k3jax.train.start import Setting, start_state
 
 SIZES = ["width=32", "dense_width=48", "num_layers=2", "mla_layers=[1]", "attn_res_block=2", "moe.num_experts=4"]
@@ -130,7 +130,7 @@ def test_mistakes_in_the_recipe_are_named(root, overrides, message):
 def test_a_damaged_config_in_a_run_is_told_and_left(tmp_path, content):
     (tmp_path / "checkpoints" / "5").mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(ConfigError, match="is damaged; without it"):
+    with pytest.raises(ConfigError, match="is damaged; without it the run continues"):
         check_run_dir(TrainRun(run_dir=str(tmp_path)))
     assert (tmp_path / "config.yaml").read_text() == content
 
@@ -150,3 +150,16 @@ def test_a_stage_is_a_run_with_its_own_rows(root):
 @pytest.mark.parametrize("path", sorted((CONFIG_DIR / "train").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_is_valid(path):
     assert load_run(TrainRun, path).steps >= 1
+
+
+def test_a_folder_in_which_another_process_trains_is_refused_and_left(tmp_path):
+    run = TrainRun(run_dir=str(tmp_path / "run"))
+    with open_run_dir(run, alone=True) as folder:
+        kept = (folder / "config.yaml").read_text()
+        with pytest.raises(ConfigError, match="another process trains there"), open_run_dir(run, alone=True):
+            pass
+        with open_run_dir(run, alone=False):  # another process of the same run
+            pass
+    with open_run_dir(run, alone=True):
+        assert (folder / "config.yaml").read_text() == kept
+    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
