@@ -121,7 +121,8 @@ def _described(shapes: Any, shardings: Any) -> list[dict[str, Any]]:
     `axes` is null for an argument that the program does not use.
     """
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    places = jax.tree.leaves(shardings, is_leaf=lambda node: node is None)
+    structure: Any = jax.tree.structure(shapes)
+    places = structure.flatten_up_to(shardings)  # None also stands where a tree has no node
     return [
         {
             "name": jax.tree_util.keystr(path),

@@ -21,10 +21,10 @@ from sharding.mesh import make_mesh
 SIZES = {"data": 2, "tensor": 4}
 
 
-def step(state: dict[str, jax.Array], x: jax.Array, unused: jax.Array) -> Any:
+def step(state: dict[str, Any], x: jax.Array, unused: jax.Array) -> Any:
     """A state that is donated, rows over two axes, and an argument without use."""
     y = jnp.tanh(x @ state["w"])
-    return {"w": state["w"] - 0.1 * x.T @ y, "count": state["count"] + 1}, y
+    return {"w": state["w"] - 0.1 * x.T @ y, "count": state["count"] + 1, "absent": None}, y
 
 
 def arguments() -> Any:
@@ -33,7 +33,7 @@ def arguments() -> Any:
     place = lambda x, *axes: jax.device_put(jnp.asarray(x), NamedSharding(mesh, PartitionSpec(*axes)))  # noqa: E731
     rng = np.random.default_rng(0)
     w, x = rng.standard_normal((16, 8), np.float32), rng.standard_normal((32, 16), np.float32)
-    state = {"w": place(w, None, "tensor"), "count": place(np.int32(3))}
+    state = {"w": place(w, None, "tensor"), "count": place(np.int32(3)), "absent": None}
     return state, place(x, ("data", "tensor")), place(np.zeros(5, np.float32))
 
 
