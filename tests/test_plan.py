@@ -84,6 +84,10 @@ def test_a_small_model_is_planned_too(tmp_path):
         (("--config", SERVE, "--topology", "tpu7x:4x4x4", "slots=-8"), "slots = -8: must be at least 1"),
         (("--config", SERVE, "--topology", "tpu7x:4x4x4", "mesh.fsdp=4", "mesh.expert=1"), "serving has no use for"),
         (("--config", SERVE, "--topology", "tpu7x:4x4x4", "--json", "no/such.json"), "--json no/such.json: a file"),
+        (
+            ("--config", SERVE, "--topology", "tpu7x:4x4x4", "--json", "/proc/plan.json"),
+            "--json /proc/plan.json: cannot be written",
+        ),
         (("--config", SERVE, "--topology", "tpu7x:4x4x4", "--mode", ""), "one of train, prefill, decode"),
         (("--config", TRAIN, "--topology", "tpu7x:8x8x8", "data.batch_size=1000"), "data.batch_size = 1000:"),
         (("--config", TRAIN, "--topology", "tpu7x:8x8x8", "remat=none"), "remat = none: plans are made for"),

@@ -62,7 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     print_plan(plan)
     if options.json:
-        _write(options.json, plan)
+        try:
+            _write(options.json, plan)
+        except OSError as error:
+            print(f"k3jax.plan: --json {options.json}: cannot be written ({error.strerror})", file=sys.stderr)
+            return 2
     return 0 if plan["fits"] else 1
 
 
