@@ -57,24 +57,23 @@ def main(arguments: list[str] | None = None) -> int:
             compile_too=options.compile,
             save=options.save,
         )
+        print_plan(plan)
+        if options.json:
+            _write(options.json, plan)
     except (ConfigError, MeshError) as error:
         print(f"k3jax.plan: {error}", file=sys.stderr)
         return 2
-    print_plan(plan)
-    if options.json:
-        try:
-            _write(options.json, plan)
-        except OSError as error:
-            print(f"k3jax.plan: --json {options.json}: cannot be written ({error.strerror})", file=sys.stderr)
-            return 2
     return 0 if plan["fits"] else 1
 
 
 def _write(path: Path, plan: dict[str, Any]) -> None:
-    """As a whole or not at all."""
+    """As a whole or not at all; raises `ConfigError`."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(plan, indent=1) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(plan, indent=1) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--json {path}: cannot be written ({error.strerror})") from error
 
 
 if __name__ == "__main__":

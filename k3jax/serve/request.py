@@ -99,7 +99,7 @@ def parse_json(raw: bytes, what: str, *, code: str) -> Any:
     try:
         decoded = raw.decode("utf-8")
         strict_json.check_depth(decoded)  # whatever reads the value, or shows it in a message, recurses
-        return json.loads(decoded, parse_constant=_refuse_constant)
+        return json.loads(decoded, parse_constant=strict_json.refuse_constant)
     except ValueError as error:
         raise RequestError(f"not {what}: {error}", code=code) from error
 
@@ -225,7 +225,3 @@ def _logit_bias(body: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[tuple[in
         f"an object of at most {MAX_BIAS} token ids below {tokenizer.vocab_size}, each with a number from -100 to 100",
     )
     return tuple((int(token), float(value)) for token, value in bias.items())
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")

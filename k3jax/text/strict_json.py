@@ -14,7 +14,7 @@ _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"|[\[{]|[\]}]', re.DOTALL)
 def loads(text: str) -> Any:
     """The value of a JSON text. Raises ValueError, also for NaN, an infinite number or a deeper nesting than 200."""
     check_depth(text)
-    return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    return json.loads(text, parse_constant=refuse_constant, parse_float=_finite)
 
 
 def check_depth(text: str) -> None:
@@ -28,7 +28,8 @@ def check_depth(text: str) -> None:
             raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
 
 
-def _refuse(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """Raises ValueError for NaN and infinities, as `parse_constant` of `json.loads`."""
     raise ValueError(f"{name} is not JSON")
 
 
