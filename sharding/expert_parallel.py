@@ -52,13 +52,14 @@ def route(
     token_axes: Axes | None = None,
     latent_axes: Axes = (),
     buffer_bytes: int = 2**28,
-) -> Float[Array, "S l"]:
+) -> Float[Array, "S L"]:
     """Each token's sum over its experts' outputs times its weights, float32 or wider; 0 for tokens that are not valid.
 
     A token's `experts` are different ones; `expert_weights` are this device's part of `count`, spread over `axes`. Of
-    these `token_axes` (by default all) have other tokens along them, and `latent_axes` other parts of the latent.
-    Tokens are routed in as many parts as keep the rows of one under `buffer_bytes`; it bounds all temporaries but the
-    rows of all parts, which a gradient keeps.
+    these `token_axes` (by default all) have other tokens along them, and `latent_axes` other parts of the latent: the
+    gathered form gives whole latents then, the balanced form parts like those that came. Tokens are routed in as many
+    parts as keep the rows of one under `buffer_bytes`; it bounds all temporaries but the rows of all parts, which a
+    gradient keeps.
     """
     token_axes = axes if token_axes is None else token_axes
     local = count // jax.lax.axis_size(axes)
@@ -135,10 +136,10 @@ def _gathered(
         whole = jax.lax.cond(few, lambda: computed(usual), lambda: computed(most))
     else:
         whole = computed(most)
-    parts = _split(whole, token_axes, latent_axes)
-    scattered = (*token_axes, *latent_axes)
-    kept = parts if not scattered else jax.lax.psum_scatter(parts, scattered, tiled=True)
-    rest = tuple(axis for axis in axes if axis not in scattered)
+    if latent_axes:  # whole, as the norm that follows would have to sum over parts once more
+        return _share(jax.lax.psum(whole, axes), token_axes)
+    kept = jax.lax.psum_scatter(whole, token_axes, tiled=True) if token_axes else whole
+    rest = tuple(axis for axis in axes if axis not in token_axes)
     return jax.lax.psum(kept, rest) if rest else kept
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Shaped
 
 from sharding.mesh import AXES, MeshError
-from sharding.rules import SMALL, Rules
+from sharding.rules import SMALL, SMALL_PART, Rules
 
 Names = tuple[str, ...]  # of logical axes, one for each dim of an unstacked weight
 Parts = tuple[Names, ...]  # mesh axes of each dim
@@ -141,38 +141,85 @@ def joined(x: Shaped[Array, "..."], name: str, *, dim: int) -> Shaped[Array, "..
     return joined_over(x, axes_of(name), dim=dim)
 
 
+def own_part(x: Shaped[Array, "..."], name: str, *, dim: int) -> Shaped[Array, "..."]:
+    """This device's part along `dim` of what runs over a whole logical axis."""
+    size = x.shape[dim] // size_of(name)
+    return jax.lax.dynamic_slice_in_dim(x, index_of(name) * size, size, axis=dim) if axes_of(name) else x
+
+
 def whole(weight: Shaped[Array, "..."], names: Names) -> Shaped[Array, "..."]:
     """A weight as the computation sees it: the parts that are only stored apart, gathered.
 
     Its gradient is summed in float32 or wider where each part is stored.
     """
+    return _gathered(weight, names, [[size] for size in weight.shape])
+
+
+def whole_matrix(weight: Shaped[Array, "..."], names: Names, *, rows: int) -> Shaped[Array, "R C"]:
+    """`whole` as a matrix of the first `rows` dims by the others, and gathered as one: its tiles are not those of three
+    dims, and a TPU would copy it.
+    """
+    matrix = _gathered(weight, names, [[*weight.shape[:rows]], [*weight.shape[rows:]]])
+    return matrix.reshape(math.prod(whole_shape(weight.shape, names)[:rows]), -1)
+
+
+def whole_shape(shape: tuple[int, ...], names: Names) -> tuple[int, ...]:
+    """Of a weight as the computation sees it, from that of what is stored here."""
+    return tuple(size * count_of(axes) for size, axes in zip(shape, _kept_axes(names, len(shape)), strict=True))
+
+
+def _kept_axes(names: Names, ndim: int) -> Parts:
+    """The mesh axes over which each dim of a weight is stored besides, stacked dims first."""
     placement = _AMBIENT.get()
-    if placement is None or not any(placement.kept.get(names, ())):
-        return weight
-    lead = weight.ndim - len(names)
-    parts = tuple((lead + dim, axes) for dim, axes in enumerate(placement.kept[names]) if axes)
-    return _gather(parts, weight)
+    kept = ((),) * len(names) if placement is None else placement.kept.get(names, ((),) * len(names))
+    return *((),) * (ndim - len(names)), *kept
+
+
+class _Turn(NamedTuple):
+    """One collective: the parts of this shape, joined along `dim` over a mesh axis."""
+
+    shape: tuple[int, ...]
+    dim: int
+    axis: str
+
+
+def _gathered(weight: Array, names: Names, sides: list[list[int]]) -> Array:
+    """`weight` of the sizes `sides`, its parts joined axis by axis; dims of a side are merged once they are whole.
+
+    The last dim is the first to be joined: parts side by side along the first one need no copy, and most of the bytes
+    come with it. One collective for two axes would be a sum of parts and zeros, as XLA for TPU has no other for them.
+    """
+    turns: list[_Turn] = []
+    places = [(side, place) for side, sizes in enumerate(sides) for place in range(len(sizes))]
+    for (side, place), axes in reversed([*zip(places, _kept_axes(names, weight.ndim), strict=True)]):
+        for axis in reversed(axes):
+            sides[side][place:] = [math.prod(sides[side][place:])]
+            dim = sum(map(len, sides[:side])) + place
+            turns.append(_Turn(tuple(size for sizes in sides for size in sizes), dim, axis))
+            sides[side][place] *= count_of((axis,))
+    return _join(tuple(turns), weight) if turns else weight
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(parts: tuple[tuple[int, Names], ...], weight: Array) -> Array:
-    for dim, axes in parts:
-        weight = jax.lax.all_gather(weight, axes, axis=dim, tiled=True)
+def _join(turns: tuple[_Turn, ...], weight: Array) -> Array:
+    for shape, dim, axis in turns:
+        weight = jax.lax.all_gather(weight.reshape(shape), axis, axis=dim, tiled=True)
     return weight
 
 
-def _gather_forward(parts: tuple[tuple[int, Names], ...], weight: Array) -> tuple[Array, None]:
-    return _gather(parts, weight), None
+def _join_forward(turns: tuple[_Turn, ...], weight: Array) -> tuple[Array, tuple[int, ...]]:
+    return _join(turns, weight), weight.shape
 
 
-def _gather_backward(parts: tuple[tuple[int, Names], ...], _: None, gradient: Array) -> tuple[Array]:
+def _join_backward(turns: tuple[_Turn, ...], own: tuple[int, ...], gradient: Array) -> tuple[Array]:
     dtype, gradient = gradient.dtype, gradient.astype(jnp.promote_types(jnp.float32, gradient.dtype))
-    for dim, axes in reversed(parts):
-        gradient = jax.lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
-    return (gradient.astype(dtype),)
+    for shape, dim, axis in reversed(turns):
+        joined = [size * count_of((axis,)) if place == dim else size for place, size in enumerate(shape)]
+        gradient = jax.lax.psum_scatter(gradient.reshape(joined), axis, scatter_dimension=dim, tiled=True)
+    return (gradient.reshape(own).astype(dtype),)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+_join.defvjp(_join_forward, _join_backward)
 
 
 def total_of_copies(gradient: Shaped[Array, "..."], names: Names) -> Shaped[Array, "..."]:
@@ -271,18 +318,20 @@ def _check_divides(
 def _kept(
     names: Names, shapes: list[tuple[int, ...]], split: Mapping[str, Names], rules: Rules, sizes: Mapping[str, int]
 ) -> Parts:
-    """Storage axes of each dim: every dim's first choice that is free, then the second ones."""
+    """Storage axes of each dim, as `sharding.rules` has them chosen."""
     kept: list[Names] = [()] * len(names)
     if len(names) == 1 or names in SMALL:
         return tuple(kept)
     taken = {axis for name in names for axis in split.get(name, ())}
-    choices = [rules.stored.get(name, ()) for name in names]
-    for choice in range(max(map(len, choices))):
-        for dim, axis in enumerate(axes[choice] if choice < len(axes) else None for axes in choices):
-            if axis is None or axis in taken or sizes[axis] == 1:
-                continue
-            parts = math.prod(sizes[a] for a in (*split.get(names[dim], ()), *kept[dim], axis))
-            if all(shape[dim] % parts == 0 for shape in shapes):
-                kept[dim] = (*kept[dim], axis)
-                taken.add(axis)
+    part = max(map(math.prod, shapes)) // math.prod(sizes[axis] for axis in taken)
+    for dim, name in [*enumerate(names)] * 2:
+        if any(kept) and part <= SMALL_PART:
+            break
+        parts = math.prod(sizes[a] for a in (*split.get(name, ()), *kept[dim]))
+        free = (axis for axis in rules.stored.get(name, ()) if axis not in taken and sizes[axis] > 1)
+        axis = next((axis for axis in free if all(shape[dim] % (parts * sizes[axis]) == 0 for shape in shapes)), None)
+        if axis is not None:
+            kept[dim] = (*kept[dim], axis)
+            taken.add(axis)
+            part //= sizes[axis]
     return tuple(kept)

@@ -1,8 +1,8 @@
 """Which logical axes are split over which mesh axes, one table for each way to run the model.
 
 `split` holds in the computation: each device works on its part of those axes, of weights and of activations.
-`stored` is where else a weight lies in parts between its uses, when it is gathered: a dim takes the first mesh axis of
-its list that is free and divides it, and when all dims have chosen, what is left goes to who lists it later.
+`stored` is where else a weight lies in parts between its uses, when it is gathered: each dim in turn takes the first
+mesh axis of its list that is free and divides it, then once more of what is left, until the parts are small enough.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Rules:
 
 # Kinds of weight that stay whole, as those of one axis do: small, so that a gather would cost more than it frees.
 SMALL = {("kda_heads", "head_dim"), ("kda_heads", "head_dim", "conv")}
+SMALL_PART = 2**17  # elements of a part that is not cut again: more parts would save nothing and take longer to join
 
 # Every device has its own tokens; heads and inner widths may be split over `tensor`, tokens of a row over `context`.
 TRAIN = Rules(
@@ -35,22 +36,26 @@ TRAIN = Rules(
         "vocab": ("tensor",),
     },
     stored={
-        "embed": ("expert",),
+        "embed": ("expert", "fsdp"),
         "expert_latent": ("fsdp",),
+        "expert_mlp": ("fsdp",),
         "expert_scores": ("fsdp",),
+        # of the output projections, whose last dim must stay whole: gathering it would turn the matrix around
+        "head_dim": ("expert",),
         "kda_heads": ("fsdp",),
         "kv_rank": ("expert", "fsdp"),
-        "latent": ("fsdp",),
+        "latent": ("expert", "fsdp"),
         "low_rank": ("expert", "fsdp"),
         "mla_heads": ("fsdp",),
-        "mlp": ("fsdp",),
+        "mlp": ("expert", "fsdp"),
         "q_rank": ("expert", "fsdp"),
-        "vocab": ("fsdp",),
+        "v_dim": ("expert",),
+        "vocab": ("expert", "fsdp"),
         # the vision tower and its projector
         "vit": ("expert", "fsdp"),
-        "vit_mlp": ("fsdp",),
+        "vit_mlp": ("expert", "fsdp"),
         "merged": ("expert", "fsdp"),
-        "merged_mlp": ("fsdp",),
+        "merged_mlp": ("expert", "fsdp"),
     },
 )
 

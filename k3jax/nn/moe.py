@@ -112,12 +112,13 @@ class LatentMoE(nnx.Module):
     def _routed(
         self, latent: Float[Array, "B T L"], choice: Choice, valid: Bool[Array, "B T"] | None
     ) -> Float[Array, "B T L"]:
+        """Mixed by weight, before the norm; whole or, like `latent`, a part: as `route` gives it."""
         flat, valid = latent.reshape(-1, latent.shape[-1]), None if valid is None else valid.reshape(-1)
         flat = fake_quantize_mxfp8(flat) if self.mxfp8 else flat  # once a token, not once a choice
         experts, weights = (x.reshape(flat.shape[0], -1) for x in (choice.experts, choice.weights))
         across = self._across_devices if axes_of("experts") else self._here
         mixed = total(across(flat, experts, weights, valid), "expert_mlp")
-        return checkpoint_name(mixed.reshape(latent.shape).astype(latent.dtype), OUTPUT)
+        return checkpoint_name(mixed.reshape(*latent.shape[:-1], -1).astype(latent.dtype), OUTPUT)
 
     def _here(
         self,

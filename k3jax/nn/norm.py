@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from k3jax.nn.param import cast, constant, island
-from sharding.local import size_of, total
+from sharding.local import own_part, size_of, total
 
 
 def rms_normalise(x: Float[Array, "*b D"], *, eps: float, axis: str = "") -> Float[Array, "*b D"]:
@@ -24,11 +24,17 @@ def rms_normalise(x: Float[Array, "*b D"], *, eps: float, axis: str = "") -> Flo
 
 
 class RMSNorm(nnx.Module):
-    """weight * round(x / rms(x)), rounded to the compute dtype before the weight as the released model does."""
+    """weight * round(x / rms(x)), rounded to the compute dtype before the weight as the released model does.
+
+    Where a mesh splits the last dim, a part gives its part; so does the whole, whose mean square needs no sum.
+    """
 
     def __init__(self, width: int, *, eps: float, axis: str = "embed", dtype: Any):
         self.weight = constant(1.0, (width,), (axis,), dtype=dtype)
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        return cast(self.weight, x.dtype) * rms_normalise(x, eps=self.eps, axis=self.weight.axes[0]).astype(x.dtype)
+    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b d"]:
+        weight, axis = cast(self.weight, x.dtype), self.weight.axes[0]
+        is_part = x.shape[-1] == weight.shape[-1]
+        normed = rms_normalise(x, eps=self.eps, axis=axis if is_part else "").astype(x.dtype)
+        return weight * (normed if is_part else own_part(normed, axis, dim=-1))

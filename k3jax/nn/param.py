@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from sharding.local import total, whole
+from sharding.local import total, whole, whole_matrix, whole_shape
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -127,7 +126,7 @@ def partial_product(x: Float[Array, "..."], weight: nnx.Variable, *, dims: int =
 
     Written as one matrix product: the gradients of a product of more dims transpose whole activations on a CPU.
     """
-    lead, matrix = x.shape[: x.ndim - dims], cast(weight, x.dtype)
-    width = math.prod(x.shape[x.ndim - dims :])
-    product = jnp.matmul(x.reshape(-1, width), matrix.reshape(width, -1), precision=matmul_precision(x.dtype))
-    return product.reshape(*lead, *matrix.shape[dims:])
+    matrix = whole_matrix(weight.get_value().astype(x.dtype), weight.axes, rows=dims)
+    product = jnp.matmul(x.reshape(-1, len(matrix)), matrix, precision=matmul_precision(x.dtype))
+    outputs = whole_shape(weight.get_value().shape, weight.axes)[dims:]
+    return product.reshape(*x.shape[: x.ndim - dims], *outputs)

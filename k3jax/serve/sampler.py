@@ -230,8 +230,7 @@ def _draw(logits: Float[Array, "B V"], rows: SamplingRows, position: Int[Array, 
     temperature = jnp.maximum(rows.temperature, MIN_TEMPERATURE)[:, None]
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     scaled = jnp.where(scaled >= jnp.log(rows.min_p)[:, None], scaled, -jnp.inf)  # the likeliest is at 0
-    filters = jnp.any((rows.top_p < 1) | (rows.top_k > 0))
-    kept = jax.lax.cond(filters, lambda: _filtered(scaled, rows), lambda: scaled)  # the sort is the costly part
+    kept = _filtered(scaled, rows)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(row_keys(rows, position))
     return jnp.argmax(kept + noise, axis=-1).astype(jnp.int32)
 
@@ -239,10 +238,17 @@ def _draw(logits: Float[Array, "B V"], rows: SamplingRows, position: Int[Array, 
 def _filtered(scaled: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
     """`scaled` with -inf for what top_k and top_p leave out; equal logits rank by token id, as in argmax."""
     top_k = jnp.where(rows.top_k > 0, rows.top_k, scaled.shape[-1])
-    best = jnp.where(_ranked_before(scaled, jnp.ones_like(scaled), top_k), scaled, -jnp.inf)
-    # top_p = 1 keeps all, whatever the rounding of the sum: a row draws the same with and without filtering mates.
-    kept = _ranked_before(best, jax.nn.softmax(best, axis=-1), rows.top_p) | (rows.top_p[:, None] >= 1)
-    return jnp.where(kept, best, -jnp.inf)
+
+    def most_likely(scaled: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        return jnp.where(_ranked_before(scaled, jnp.ones_like(scaled), top_k), scaled, -jnp.inf)
+
+    def nucleus(best: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        # top_p = 1 keeps all, whatever the rounding of the sum: a row draws the same with and without filtering mates.
+        kept = _ranked_before(best, jax.nn.softmax(best, axis=-1), rows.top_p) | (rows.top_p[:, None] >= 1)
+        return jnp.where(kept, best, -jnp.inf)
+
+    best = jax.lax.cond(jnp.any(rows.top_k > 0), most_likely, lambda same: same, scaled)
+    return jax.lax.cond(jnp.any(rows.top_p < 1), nucleus, lambda same: same, best)
 
 
 def _ranked_before(

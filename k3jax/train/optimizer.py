@@ -209,14 +209,14 @@ def newton_schulz(
     """
     a, b, c = 3.4445, -4.7750, 2.0315
 
-    def step(x: Float[Array, "n small large"]) -> Float[Array, "n small large"]:
+    def step(_: Any, x: Float[Array, "n small large"]) -> Float[Array, "n small large"]:
         gram = x @ x.mT
         return a * x + (b * gram + c * (gram @ gram)) @ x
 
     def iterate(x: Float[Array, "n small large"]) -> Float[Array, "n small large"]:
         x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
         x = (x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-8)).astype(dtype)
-        return jax.lax.fori_loop(0, steps, lambda _, x: step(x), x)  # unrolled, K3 compiles for minutes more
+        return jax.lax.fori_loop(0, steps, step, x)  # unrolled, K3 compiles for minutes more
 
     pieces = -(-matrices.size // AT_A_TIME)
     pieces = next((k for k in range(pieces, len(matrices) + 1) if len(matrices) % k == 0), 1)

@@ -73,11 +73,10 @@ def expert_ffn(
     up = grouped_matmul(rows, w3, group_sizes, precision=precision)
     hidden = situ_glu(gate, up, beta=beta, linear_beta=linear_beta)
     hidden = fake_quantize_mxfp8(hidden) if quantize_hidden else hidden
-    out = grouped_matmul(hidden, w2, group_sizes, precision=precision)
     if row_weights is None:
-        return out
-    scale = jnp.where(in_groups(group_sizes, rows.shape[0]), row_weights[:, None].astype(jnp.float32), 0)
-    return (out.astype(jnp.float32) * scale).astype(rows.dtype)
+        return grouped_matmul(hidden, w2, group_sizes, precision=precision)
+    precision = precision if rows.dtype == jnp.float32 else None
+    return _weighted_matmul(precision, hidden, w2, group_sizes, row_weights)
 
 
 def why_not(rows: Array, experts: Array) -> str | None:
@@ -116,6 +115,32 @@ def _grouped_matmul_bwd(precision: Precision, saved: Any, g: Array) -> tuple[Arr
 
 
 _grouped_matmul.defvjp(_grouped_matmul_fwd, _grouped_matmul_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted_matmul(precision: Precision, rows: Array, experts: Array, group_sizes: Array, weights: Array) -> Array:
+    """Each row's product times its weight; the gradient needs no product, so a recomputation leaves it out."""
+    out = by_platform(partial(_product, precision=precision, transposed=False), rows, experts, group_sizes)
+    return (out.astype(jnp.float32) * _scale(weights, group_sizes)).astype(rows.dtype)
+
+
+def _weighted_matmul_bwd(precision: Precision, saved: Any, g: Array) -> tuple[Array, Array, None, Array]:
+    """A weight's gradient is g . (row W) = (g W^T) . row, and g W^T is also the way to the row's gradient."""
+    rows, experts, group_sizes, weights = saved
+    g, scale = jnp.where(in_groups(group_sizes, len(g)), g, 0), _scale(weights, group_sizes)
+    back = by_platform(partial(_product, precision=precision, transposed=True), g, experts, group_sizes)
+    back, weighted = back.astype(jnp.float32), (g.astype(jnp.float32) * scale).astype(g.dtype)
+    gradient = partial(_weight_gradient, precision=precision, dtype=experts.dtype)
+    d_experts = by_platform(gradient, rows, weighted, group_sizes)
+    d_weights = jnp.sum(jnp.where(in_groups(group_sizes, len(g)), rows.astype(jnp.float32) * back, 0), axis=1)
+    return (back * scale).astype(rows.dtype), d_experts, None, d_weights.astype(weights.dtype)
+
+
+def _scale(weights: Array, group_sizes: Array) -> Array:
+    return jnp.where(in_groups(group_sizes, len(weights)), weights[:, None].astype(jnp.float32), 0)
+
+
+_weighted_matmul.defvjp(lambda *args: (_weighted_matmul(*args), args[1:]), _weighted_matmul_bwd)
 
 
 def _dot(a: Array, b: Array, contracted: tuple[int, int], precision: Precision) -> Array:

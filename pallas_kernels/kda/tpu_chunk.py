@@ -28,7 +28,9 @@ MAX_EXPONENT = 118.0  # 2^-118 times the entries of a normalised key is still a 
 CHUNKS = 2  # of one step of the kernel's loop
 MAX_HEADS = 16  # of one step
 TILE = 16  # rows of a bf16 register
-VMEM_LIMIT = 24 * 2**20  # bytes that a kernel may ask for where the compiler's own limit, 16 MB on v5e, is too low
+VMEM_LIMIT = (
+    24 * 2**20
+)  # bytes that a kernel may ask for where the compiler's own limit, 16 MB on v5e and v5p, is too low
 
 # Sums of log2 decays that the matrix yields besides G_i - G_ref of every row: refs are the strips' middle rows.
 ROWS = ("ref0", "ref1", "end0-ref0", "ref1-end0", "end1-ref0", "end1-ref1", "end1")

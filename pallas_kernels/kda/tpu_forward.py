@@ -567,9 +567,7 @@ def _call(
         in_specs=[hbm] * 6 + [vmem] * 3 + [hbm],
         out_specs=[hbm] * len(out_shape),
         scratch_shapes=_scratch(static, [x.dtype for x in wide]),
-        compiler_params=pltpu.CompilerParams(
-            disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT if saves else None
-        ),
+        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True, vmem_limit_bytes=VMEM_LIMIT),
         name="kda_forward",
         interpret=interpret,
     )(*arrays[:6], affine, prefix, jnp.asarray(selectors(local)), arrays[6])

@@ -15,6 +15,7 @@ from k3jax.nn.transformer import Transformer
 from k3jax.train.devices import Devices
 from k3jax.train.optimizer import make_optimizer
 from k3jax.train.step import init_state, make_train_step
+from sharding import local
 
 ROWS, LENGTH = 8, 64
 # Every axis alone or in company; a mesh that leaves a device several heads or experts, and one that does not.
@@ -41,6 +42,14 @@ def batch() -> Batch:
     lengths = [40, 20, 4]
     ids = np.concatenate([np.full((ROWS, n), i, np.int32) for n, i in zip(lengths, (0, 1, -1), strict=True)], axis=1)
     return Batch(tokens=tokens, targets=np.roll(tokens, -1, 1), segment_ids=ids, loss_mask=ids >= 0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def many_parts():
+    """Weights of this size would stay in few parts; here they are cut as those of the full model are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "SMALL_PART", 0)
+        yield
 
 
 @functools.cache
