@@ -120,7 +120,7 @@ class Checkpoints:
             reason = _first_line(error)
             if isinstance(error, ValueError) and "os_error_code" not in reason:  # none of TensorStore's
                 raise
-            reason = reason.rpartition(": ")[2].partition(" [os_error_code")[0]  # after it has named every folder
+            reason = reason.partition(" [os_error_code")[0].rpartition(": ")[2]  # after it has named every folder
             raise SaveError(f"a checkpoint could not be written ({reason})") from error
 
 

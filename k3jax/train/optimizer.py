@@ -82,7 +82,7 @@ DECAYED |= {("channels", "patch_rows", "patch_columns", "vit"), ("grid_rows", "g
 # AdamW without: convolution taps, dt_bias; and whatever has one axis (norms, AttnRes queries, A_log)
 NOT_DECAYED: set[Axes] = {("kda_heads", "head_dim", "conv"), ("kda_heads", "head_dim")}
 NOT_DECAYED |= {("lora_in", "lora_rank"), ("lora_rank", "lora_out")}  # adapters, of `k3jax.train.lora`
-TOGETHER = 2**22  # elements up to which weights of the same axes are orthogonalised together
+TOGETHER = 2**23  # elements on a device up to which weights of the same axes are orthogonalised together
 AT_A_TIME = 2**28  # elements of matrices that are orthogonalised at one time: their copies are temporary memory
 UPDATE_RMS = 0.2  # of a Muon update before the learning rate: AdamW's usual size, so one rate serves both
 
@@ -163,13 +163,13 @@ def muon_directions(
     """
     groups: dict[Any, list[str]] = {}
     for name, spec in specs.items():
-        is_small = math.prod(spec.shape) <= TOGETHER
+        is_small = momenta[name].size <= TOGETHER
         groups.setdefault((spec.axes, spec.sizes, None if is_small else name), []).append(name)
     done: dict[str, Array] = {}
     turn = jnp.zeros(())
     for names in groups.values():
         parts, spec = [specs[name].to_matrices(momenta[name]) for name in names], specs[names[0]]
-        is_large = math.prod(spec.shape) > TOGETHER
+        is_large = momenta[names[0]].size > TOGETHER
         if is_large:
             parts, _ = jax.lax.optimization_barrier((parts, turn))
         result = orthogonalize(jnp.concatenate(parts) if len(parts) > 1 else parts[0], spec, steps=steps, dtype=dtype)

@@ -21,7 +21,7 @@ LIMIT = 200  # seconds for processes that could wait for each other for ever
 
 def start(root, *arguments: str) -> subprocess.Popen:
     command = [sys.executable, WORKER, *arguments]
-    env = {**os.environ, "PYTHONPATH": str(root)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
     return subprocess.Popen(command, cwd=root, env=env, stderr=subprocess.PIPE, text=True)
 
 

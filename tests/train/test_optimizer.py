@@ -298,7 +298,8 @@ def collectives_of_k3(k3):
     named = named_leaves(params)
     placement = Placement.of(sizes, TRAIN, [(optimizer.axes[name], leaf.shape) for name, leaf in named.items()])
     specs = {name: placement.spec(spec.axes, len(spec.shape)) for name, spec in optimizer.specs.items()}
-    mesh = jax.sharding.AbstractMesh(tuple(placement.sizes.values()), tuple(placement.sizes))
+    axis_types = (jax.sharding.AxisType.Auto,) * len(placement.sizes)
+    mesh = jax.sharding.AbstractMesh(tuple(placement.sizes.values()), tuple(placement.sizes), axis_types=axis_types)
     momenta = {name: jax.ShapeDtypeStruct(spec.shape, np.float32) for name, spec in optimizer.specs.items()}
 
     def directions(momenta):
@@ -315,12 +316,12 @@ def test_two_all_to_alls_carry_a_weight_of_k3_on_a_pod(k3, collectives_of_k3):
     """One to whole matrices and one back, of momenta in the dtype of the iterations; nothing large is gathered."""
     optimizer, (placement, found) = k3[0], collectives_of_k3
     sent = [size for name, size in found if name == "all_to_all"]
-    assert 0 < len(sent) <= 2 * len(optimizer.specs)
+    assert 0 < len(sent) < 1.2 * len(optimizer.specs)  # small weights of one shape travel together
     assert max(size for name, size in found if name != "all_to_all") < 2**17
     parts = {axes: placement.count(placement.parts(axes)) for axes in optimizer.axes.values()}
     own = sum(2 * math.prod(spec.shape) / parts[spec.axes] for spec in optimizer.specs.values())
-    # 16.4 GB a device: each part once there and once back, and zeros beside matrices of fewer layers than devices.
-    assert 2 * own <= sum(sent) < 1.6 * 2 * own
+    # 14.1 GB a device: each part once there and once back, and zeros beside matrices of fewer layers than devices.
+    assert 2 * own <= sum(sent) < 1.35 * 2 * own
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------

@@ -269,7 +269,7 @@ def test_every_process_compiles_the_same_program(root):
     programs = {
         subprocess.run(
             [sys.executable, __file__],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
             check=True,
             capture_output=True,
             text=True,
