@@ -50,11 +50,14 @@ lint: setup  ## formatting, style, import rules, types
 	$(VENV)/bin/lint-imports
 	$(PY) -m mypy
 
+# Two at a time, as a compile leaves a second core half idle; what each took is printed at the end.
+AOT := XLA_FLAGS= $(PY) -m pytest -n 2 -m "aot and not soak" -rPfs
+
 aot: $(VENV)/.installed-aot  ## compile for TPU topologies, without a TPU
-	XLA_FLAGS= $(PY) -m pytest -n 0 -m "aot and not soak" -s
+	$(AOT)
 
 aot-all: $(VENV)/.installed-aot  ## the same, and every program of docs/pods.json that its sources have left behind
-	XLA_FLAGS= $(PY) -m pytest -n 0 -m "aot and not soak" -s
+	$(AOT)
 	XLA_FLAGS= $(PY) -m benchmarks.pods
 
 bench: $(VENV)/.installed-aot  ## static cycles of the TPU kernels, from the compiler's schedule, into docs/performance.md

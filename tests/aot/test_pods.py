@@ -1,6 +1,6 @@
-"""The whole model compiles for a pod: the programs of `serve.py`, 93 layers and 2.78 T weights.
+"""The whole model compiles for pods: the programs of `train.py` and `serve.py`, 93 layers and 2.78 T weights.
 
-The training step takes a quarter of an hour: `python -m benchmarks.pods` compiles it, and these for other slices.
+`python -m benchmarks.pods` compiles them for more slices.
 """
 
 import json
@@ -14,6 +14,7 @@ pytestmark = [*NEEDS_TPU_COMPILER, pytest.mark.timeout(2400)]
 
 GIB = 2**30
 SERVE, PREFILL = "configs/serve/k3_tpu7x.yaml", "configs/serve/k3_tpu7x_prefill.yaml"
+TRAIN = "configs/train/k3_tpu7x.yaml"
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,7 @@ SERVE, PREFILL = "configs/serve/k3_tpu7x.yaml", "configs/serve/k3_tpu7x_prefill.
     [
         pytest.param(SERVE, "tpu7x:4x4x4", "decode", 20, id="decode of 128 sequences on 64 chips"),
         pytest.param(PREFILL, "tpu7x:4x4x4", "prefill", 35, id="prefill of 128k tokens of a million on 64 chips"),
+        pytest.param(TRAIN, "tpu7x:8x8x8", "train", 70, id="a training step of 8,192 tokens a device on 512 chips"),
     ],
 )
 def test_the_whole_model_fits_and_the_plan_knew(config: str, topology: str, mode: str, most: float, tmp_path):
