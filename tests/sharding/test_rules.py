@@ -58,17 +58,18 @@ def test_on_a_pod_every_large_weight_of_k3_is_stored_once():
     assert elements < 1.01 * sum(variable.get_value().size for variable in variables) / 1024
 
 
-def test_no_last_dim_of_a_pod_is_cut_inside_a_tile_of_the_matrix_before_it():
-    """Lanes come in 128s: gathering pieces of other widths along the last dim turns a large matrix around."""
+def test_a_matrix_of_k3_in_parts_both_ways_is_joined_by_rows_last():
+    """The turn that brings most bytes needs no copy then; the turn before it joins columns by whole halves of tiles."""
     variables = weights("k3")
     placement = place(POD, TABLES["train"], variables)
+    both = 0
     for variable in variables:
-        *_, last = placement.kept[variable.axes]
-        parts = math.prod(placement.sizes[axis] for axis in last)
-        if parts > 1 and len(variable.axes) == 2:
-            first = placement.kept[variable.axes][0]
-            assert first == ("expert",), variable.axes  # the large turn joins rows; the turn before it is 1/128 of that
-            assert variable.get_value().shape[-1] // parts % 64 == 0, variable.axes
+        rows, *_, columns = placement.kept[variable.axes] if len(variable.axes) == 2 else ((), ())
+        if rows and columns:
+            both += 1
+            assert (rows, columns) == (("expert",), ("fsdp",)), variable.axes
+            assert variable.get_value().shape[-1] // POD["fsdp"] % 64 == 0, variable.axes
+    assert both > 8
 
 
 def test_each_dim_in_turn_takes_the_first_axis_that_is_free_and_divides_it():
