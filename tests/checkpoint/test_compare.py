@@ -1,6 +1,5 @@
 """Verify and diff: what is the same is said to be, and every kind of difference is found and named."""
 
-import re
 from collections.abc import Callable
 
 import numpy as np
@@ -65,9 +64,7 @@ def test_checksums_find_a_flipped_bit_and_a_lost_file(imported, capsys):
     content[len(content) // 2] ^= 8
     file.write_bytes(content)
     assert main(["verify", str(imported)]) == 1
-    assert re.search(
-        "other bytes than were imported|DATA_LOSS", capsys.readouterr().out
-    )  # TensorStore may see it first
+    assert "other bytes than were imported" in capsys.readouterr().out
     file.unlink()
     assert main(["verify", str(imported)]) == 1
     assert str(imported) in capsys.readouterr().out

@@ -60,7 +60,7 @@ def test_and_as_a_matrix(shape, parts, rows):
 
 
 def test_gradients_are_summed_in_float32_where_the_weight_is_bfloat16():
-    """Eight shares of 1 + 2^-8 and -1: in bfloat16 the small part would be lost on the way."""
+    """Four shares of 1 + 2^-7 and four of -1: in bfloat16 the small parts would be lost on the way."""
     mesh = jax.make_mesh((2, 4), ("fsdp", "expert"), axis_types=(AxisType.Auto,) * 2)
     placement = Placement(sizes=SIZES, split={}, kept={NAMES: (("expert",), ("fsdp",), ())})
 
